@@ -51,7 +51,7 @@ def ours(frame: Any, columns: list[str], epsilon: float, repeats: int, cover: di
     """The answers of describe(by=), and which intervals held the exact number."""
     listed = {name: sorted(frame[name].unique()) for name in ("education", "sex")}
     schema = {name: {"kind": "category", "categories": values} for name, values in listed.items()}
-    schema |= {name: {"kind": "integer", "bounds": BOUNDS[name]} for name in columns}
+    schema |= {name: {"kind": "integer", "bounds": BOUNDS[name], "missing": False} for name in columns}
     groups = frame.groupby(["education", "sex"])
     answers = []
     for _ in range(repeats):
@@ -80,7 +80,7 @@ def more_coverage(frame: Any, epsilon: float, repeats: int) -> dict[str, Any]:
     """Coverage of quantiles and shares by sex and race, and how many undeclared groups are found."""
     listed = {name: sorted(frame[name].unique()) for name in ("race", "sex", "income")}
     schema: dict[str, Any] = {name: {"kind": "category", "categories": values} for name, values in listed.items()}
-    schema["age"] = {"kind": "integer", "bounds": [0, 100]}
+    schema["age"] = {"kind": "integer", "bounds": [0, 100], "missing": False}
     held: dict[str, list[bool]] = {}
     for _ in range(repeats):
         told = describe(

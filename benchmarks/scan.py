@@ -28,7 +28,7 @@ import numpy as np
 from record import save
 
 RESULTS = Path(__file__).parent / "results"
-COST_FILE = Path(__file__).parents[1] / "src" / "quietgrad" / "plans" / "pass_cost.json"
+COST_FILE = Path(__file__).parents[1] / "src" / "quietgrad" / "core" / "plans" / "pass_cost.json"
 
 
 def write(path: Path, rows: int, columns: int, group: int = 125_000, seed: int = 0) -> None:

@@ -7,7 +7,8 @@
 Randomly initialised small configurations (tests/torch/zoo.py, four times as wide as in the tests, with four times
 as many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the
 kinds of step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure
-noise, accounting and update; plain SGD takes random batches of the same size. `opacus` is the same ratio of its
+noise, accounting and update; plain SGD takes random batches of the same size. Before that, 24 private steps are
+made, in which the sizes of passes that come are tried (networks/pass_sizes.py). `opacus` is the same ratio of its
 step, where it is installed (`PYTHONPATH=DIR`, see torch_steps.py) and one of its settings runs the model: hooks,
 functorch, or hooks without its checks (`strict=False`). Other batches than 32 have a file of their own.
 """
@@ -38,7 +39,7 @@ from tests.torch.zoo import CASES, Case
 
 from benchmarks.record import save
 
-BATCH, RECORDS, SCALE, STEPS = 32, 256, 4, 2
+BATCH, RECORDS, SCALE, STEPS, WARM = 32, 256, 4, 2, 24
 RESULTS = Path(__file__).parent / "results"
 SETTINGS: dict[str, dict[str, bool]] = {
     "hooks": {}, "functorch": {"force_functorch": True}, "without checks": {"strict": False},
@@ -65,7 +66,8 @@ def private(case: Case, method: Any, batch: int = BATCH) -> tuple[Callable[[], N
     chosen = method(steps=10000, batch_size=batch, learning_rate=0.01)
     session = curator.open(plan(chosen, n=RECORDS, budget=qg.Budget(8.0, 1e-5)))
     state = chosen.init(curator.initial())
-    chosen.step(state, session)  # the first step of DP-SRM has no difference
+    for _ in range(WARM):  # the first step of DP-SRM has no difference, and sizes of passes are tried once
+        chosen.step(state, session)
     (known,) = objective.engine.programs.values()
     how = "one at a time" if known.program.alone else "copies" if known.copied else "kernels"
 

@@ -3,11 +3,16 @@
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/image_settings.py --only mnist --epsilon 1.2   # one cell
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/image_settings.py                              # all of it
     ... python reproduce/image_settings.py --only mnist --epsilon 3 --batch 1024 --step 0.5     # a part of a search
+    ... python reproduce/image_settings.py --only mnist --epsilon 3 --search coordinates --inherit  # ten fits each
     OMP_NUM_THREADS=1 python reproduce/image_settings.py --quick                 # small digits, seconds
 
 Takes 900 CPU hours in full and is resumable: 25 CPU minutes for one run of CNN5, 2.4 for one of DP-SGD on MNIST
-and about twice that for DP-SRM, for each setting of the search. A part of a search is kept and continued; what it
-chose is fitted when it is complete. Until then the page says what was tried, and no verdict.
+and 4.1 of DP-SRM, for each setting of the search. A part of a search is kept and continued; what it chose is fitted
+when it is complete. Until then the page says what was tried, and no verdict.
+
+``--search coordinates`` walks along one list at a time from the middle of the paper's lists until no neighbour is
+better (:mod:`reproduce.coordinates`), both methods from one effective clip and by as many fits at most. With
+``--inherit`` DP-SRM starts from DP-SGD's best batch and step at γ = .99, where it nearly is DP-SGD.
 
 The paper clips at C1 = 1.5 (MNIST) and 2 (CIFAR-10), searches C2 with γ = C2, b, the step and b₀ ∈ {b, 2b, 4b}, and
 trains for 20 epochs (MNIST), 100 (CNN5) and 150 (CNN6). It counts iterations: its claim is that DP-SRM needs fewer
@@ -28,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +46,14 @@ import quietgrad.torch as qt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory
 from reproduce.cifar import cifar10
+from reproduce.comparisons import Comparison, Contender, Searched
+from reproduce.coordinates import coordinate_search
 from reproduce.mnist import LOSS, PAPER, Images, Net, error, mnist, small_digits
 from reproduce.models import CNN5
 from reproduce.store import Row, Store, Table, print_table
 
 DELTA, RUNS = 1e-5, 10
+COORDINATES = "coordinates"
 Make = Callable[[], nn.Module]
 
 
@@ -69,6 +78,18 @@ class Figure:
             else:
                 for second, joint in itertools.product(self.second, (False, True)):
                     yield {"batch": batch, "step": step, "clip": self.clip, "second": second, "joint": joint}
+
+    def axes(self, method: str) -> dict[str, tuple[Any, ...]]:
+        """The lists of the coordinate search, each in the direction in which a run travels further."""
+        shared: dict[str, tuple[Any, ...]] = {"step": self.steps, "batch": self.batches[::-1]}
+        if method == "dp-sgd":
+            return {**shared, "clip": tuple(self.clips()[1:]), "momentum": (0.0, 0.9, 0.99)}
+        return {**shared, "second": self.second[::-1], "joint": (True, False)}
+
+    def centre(self, method: str) -> Row:
+        """The middle of the paper's lists; both methods start with one effective clip, that of γ = C2 = 1/2."""
+        middle = {name: values[len(values) // 2] for name, values in self.axes(method).items()}
+        return {**middle, "clip": self.clip, "joint": True} if method == "dp-srm" else {**middle, "momentum": 0.0}
 
     def clips(self) -> list[float]:
         """C1, and the effective clips C1 + (1−γ)C2/γ of the joint form, γ = C2: C1 + 1 − γ."""
@@ -101,6 +122,16 @@ def algorithm(method: str, given: Row, n: int, epochs: float, first: int = 1) ->
     return qg.DPSRM(**shared, **clips, first_batch_size=min(n, first * batch))
 
 
+def effective_clip(method: str, given: Row) -> float:
+    """The length of the gradients that updates work with (``reproduce/comparisons.py``); γ = C2.
+
+    >>> effective_clip("dp-srm", {"clip": 1.5, "second": 0.3, "joint": True})
+    2.2
+    """
+    joint = method == "dp-srm" and given["joint"]
+    return float(given["clip"] + 1.0 - given["second"]) if joint else float(given["clip"])
+
+
 def fit(method: Any, epsilon: float, train: Images, test: Images, make: Make, run: int) -> Row:
     """One fit, its error and its curve over iterations."""
     torch.manual_seed(run)  # the starting point is public; noise and samples are secret whatever the seed
@@ -124,68 +155,215 @@ def iterations(curve: list[tuple[int, float]], target: float) -> int | None:
     return next((step for step, seen in curve if seen <= target), None)
 
 
-def cell(
-    name: str, epsilon: float, method: str, data: tuple[Images, Images], make: Make, only: Row | None = None
-) -> None:
-    """Search one ε of one figure for one method, and run what won ten times; rows that are there are kept.
+@dataclass(frozen=True)
+class Cell:
+    """One method at one ε of one figure: fits that are in the store are not made again."""
 
-    ``only`` restricts the search to some values by setting; what won is run when no setting is left.
-    """
-    figure, (train, test) = FIGURES[name], data
-    cut = 5 * len(train[1]) // 6
-    learn, look = (train[0][:cut], train[1][:cut]), (train[0][cut:], train[1][cut:])
-    key = {"figure": name, "epsilon": epsilon, "method": method}
-    for given in figure.grid(method):
-        asked = all(given.get(setting, value) == value for setting, value in (only or {}).items())
-        if asked and STORE.find("search", **key, **given) is None:
-            made = fit(algorithm(method, given, cut, figure.epochs), epsilon, learn, look, make, 0)
-            count = iterations(made["curve"], figure.target[epsilon])
-            STORE.keep("search", {**key, **given, **made, "iterations": count})
-    tried = [row for row in STORE.rows("search") if all(row[k] == v for k, v in key.items())]
-    if len(tried) < len(list(figure.grid(method))):
+    name: str
+    epsilon: float
+    method: str
+    data: tuple[Images, Images]
+    make: Make
+
+    @property
+    def figure(self) -> Figure:
+        return FIGURES[self.name]
+
+    @property
+    def key(self) -> Row:
+        return {"figure": self.name, "epsilon": self.epsilon, "method": self.method}
+
+    def look(self, given: Row, search: str) -> float:
+        """The error at a setting on the sixth of the training images that is held out, by one fit."""
+        row = STORE.find("search", **self.key, **given)
+        if row is None:
+            images, labels = self.data[0]
+            cut = 5 * len(labels) // 6
+            parts = (images[:cut], labels[:cut]), (images[cut:], labels[cut:])
+            row = self._fit("search", given, parts, search, 0)
+        return float(row["error"])
+
+    def run(self, given: Row, search: str, run: int) -> None:
+        """One fit on all training images, looked at on the test images."""
+        if STORE.find("fits", **self.key, **given, run=run) is None:
+            self._fit("fits", given, self.data, search, run)
+
+    def _fit(self, kind: str, given: Row, parts: tuple[Images, Images], search: str, run: int) -> Row:
+        learn, look = parts
+        method = algorithm(self.method, given, len(learn[1]), self.figure.epochs)
+        made = fit(method, self.epsilon, learn, look, self.make, run)
+        count = iterations(made["curve"], self.figure.target[self.epsilon])
+        row = {**self.key, **given, "search": search, **made, "iterations": count}
+        STORE.keep(kind, row)
+        return row
+
+
+def grid_search(cell: Cell, only: Row) -> None:
+    """Fit every setting of the paper's grid, or those with the values of ``only``; then what won, ten times."""
+    grid = list(cell.figure.grid(cell.method))
+    for given in grid:
+        if all(given.get(setting, value) == value for setting, value in only.items()):
+            cell.look(given, "grid")
+    if any(STORE.find("search", **cell.key, **given) is None for given in grid):
         return
-    names = next(figure.grid(method)).keys()
-    best = {k: min(tried, key=lambda row: float(row["error"]))[k] for k in names}
+    best = min(grid, key=lambda given: cell.look(given, "grid"))
     for run in range(RUNS):
-        if STORE.find("fits", **key, **best, run=run) is None:
-            made = fit(algorithm(method, best, len(train[1]), figure.epochs), epsilon, train, test, make, run)
-            STORE.keep(
-                "fits", {**key, **best, **made, "iterations": iterations(made["curve"], figure.target[epsilon])}
-            )
+        cell.run(best, "grid", run)
+
+
+def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int) -> None:
+    """Search both methods by ``allowed`` fits each.
+
+    DP-SRM with γ → 1 is DP-SGD. To ``inherit``, it starts there: at DP-SGD's best batch and step and the largest γ.
+    """
+    shape: Row = {}
+    for method, cell in cells.items():
+        axes, start = cell.figure.axes(method), cell.figure.centre(method)
+        if inherit and shape:
+            start = {**start, **shape, "second": max(cell.figure.second)}
+            axes = {name: axes[name] for name in ("second", "step", "batch", "joint")}
+        found = coordinate_search(axes, start, partial(cell.look, search=COORDINATES), allowed)
+        print(f"{method}: {found}", flush=True)
+        shape = {name: found.best[name] for name in ("batch", "step")}
+
+
+def run_chosen(cells: dict[str, Cell], runs: int) -> None:
+    """Run what the coordinate searches found best so far, and DP-SGD also at DP-SRM's effective clip."""
+    best = {}
+    for method, cell in cells.items():
+        row = min(STORE.having("search", **cell.key, search=COORDINATES), key=lambda row: float(row["error"]))
+        best[method] = {name: row[name] for name in _SETTINGS if name in row}
+    # First the pair that can be judged, then DP-SGD at the clip that it likes best.
+    level = {**best["dp-sgd"], "clip": effective_clip("dp-srm", best["dp-srm"])}
+    for run in range(runs):
+        cells["dp-srm"].run(best["dp-srm"], COORDINATES, run)
+        cells["dp-sgd"].run(level, COORDINATES, run)
+    for run in range(runs):
+        cells["dp-sgd"].run(best["dp-sgd"], COORDINATES, run)
 
 
 def tables(rows: dict[str, list[Row]]) -> list[Table]:
-    """Errors and iterations to the paper's DP-SGD error: of searches, however far they are, and of what won."""
-    made = []
-    for what, kind, where in (("The search", "search", "held-out"), ("What it chose", "fits", "test")):
-        body = []
-        for key in dict.fromkeys((r["figure"], r["epsilon"], r["method"]) for r in rows[kind]):
-            mine = [r for r in rows[kind] if (r["figure"], r["epsilon"], r["method"]) == key]
-            body.append([*key, *(_searched(mine) if kind == "search" else _fitted(mine))])
-        least = ["settings tried", "of", "least error %"]
-        columns = least if kind == "search" else ["runs", "test error %", "± se"]
-        title = f"Figures 3 and 4 at the paper's settings. {what}, {where} images"
-        last = "iterations to the paper's DP-SGD error"
-        if body:
-            made.append({"title": title, "columns": ["figure", "ε", "method", *columns, last], "rows": body})
+    """Errors and iterations: of searches, however far they are, and of what they chose."""
+    key = ["figure", "ε", "method", "search"]
+    searched = [
+        [*group, len(tried), len(list(FIGURES[group[0]].grid(group[2]))), *_least(tried)]
+        for group, tried in _groups(rows["search"], "search")
+    ]
+    made = [{
+        "title": "Figures 3 and 4 at the paper's settings. The search, one fit each, held-out images",
+        "columns": [*key, "settings tried", "of the grid's", "best", "error %", "iterations to the printed error"],
+        "rows": searched,
+    }]  # fmt: skip
+    chosen = []
+    for group, runs in _groups(rows["fits"], "search", *_SETTINGS):
+        printed = FIGURES[group[0]].target[group[1]]
+        common = _common(rows["fits"], group[:2])
+        chosen.append([
+            *group[:4], _words(runs[0]), effective_clip(group[2], runs[0]), len(runs),
+            *_spread([run["error"] for run in runs]), *_spread(_counts(runs, printed)),
+            common, *_spread(_counts(runs, common)), statistics.fmean(run["cpu_seconds"] for run in runs),
+        ])  # fmt: skip
+    if chosen:
+        spread = ["iterations to the printed error", "± se", "error all reach", "iterations to it", "± se"]
+        columns = [*key, "settings", "effective clip", "runs", "test error %", "± se", *spread, "CPU s a run"]
+        title = "Figures 3 and 4 at the paper's settings. What was chosen, all training images, test images"
+        made.append({"title": title, "columns": columns, "rows": chosen})
     return made
 
 
-def _searched(tried: list[Row]) -> list[Any]:
-    grid = list(FIGURES[tried[0]["figure"]].grid(tried[0]["method"]))
-    counts = [row["iterations"] for row in tried if row["iterations"] is not None]
-    return [len(tried), len(grid), min(row["error"] for row in tried), min(counts, default=None)]
+_SETTINGS = ("batch", "step", "clip", "momentum", "second", "joint")
 
 
-def _fitted(runs: list[Row]) -> list[Any]:
-    errors, counts = [r["error"] for r in runs], [r["iterations"] for r in runs if r["iterations"] is not None]
-    spread = statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else None
-    return [len(runs), statistics.fmean(errors), spread, statistics.median(counts) if counts else None]
+def _groups(rows: list[Row], *more: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows by figure, ε, method and more, in the order in which they come."""
+    names = ("figure", "epsilon", "method", *more)
+    for group in dict.fromkeys(tuple(row.get(name) for name in names) for row in rows):
+        yield group, [row for row in rows if tuple(row.get(name) for name in names) == group]
+
+
+def _words(given: Row) -> str:
+    """A setting as it is read.
+
+    >>> _words({"batch": 512, "step": 0.5, "clip": 1.5, "second": 0.9, "joint": True})
+    'b = 512, step 0.5, C1 = 1.5, γ = C2 = 0.9, one joint clip'
+    """
+    shape = f"b = {given['batch']}, step {given['step']:g}, C1 = {given['clip']:g}"
+    if "second" in given:
+        return f"{shape}, γ = C2 = {given['second']:g}, {'one joint clip' if given['joint'] else 'two clips'}"
+    return f"{shape}, momentum {given['momentum']:g}"
+
+
+def _least(tried: list[Row]) -> list[Any]:
+    best = min(tried, key=lambda row: float(row["error"]))
+    return [_words(best), best["error"], best["iterations"]]
+
+
+def _common(fits: list[Row], place: tuple[Any, ...]) -> float:
+    """The least error that every run of one figure and ε reaches."""
+    mine = [row for row in fits if (row["figure"], row["epsilon"]) == place]
+    return max(min(float(error) for _, error in row["curve"]) for row in mine)
+
+
+def _counts(runs: list[Row], target: float) -> list[float]:
+    """Iterations of each run to an error; none at all unless every run reaches it."""
+    counts = [iterations(run["curve"], target) for run in runs]
+    reached = [float(count) for count in counts if count is not None]
+    return reached if len(reached) == len(runs) else []
+
+
+def _spread(values: list[float]) -> list[float | None]:
+    """The mean and its standard error."""
+    if not values:
+        return [None, None]
+    return [statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None]
+
+
+def judged(rows: dict[str, list[Row]]) -> dict[str, Any]:
+    """DP-SRM's choice beside DP-SGD at the effective clip nearest to it; a lead only if the comparison is fair."""
+    verdicts = []
+    for place in dict.fromkeys((row["figure"], row["epsilon"]) for row in rows["fits"]):
+        repeated = [
+            runs for group, runs in _groups(rows["fits"], *_SETTINGS) if group[:2] == place and len(runs) > 1
+        ]
+        plain, reduced = ([r for r in repeated if r[0]["method"] == method] for method in ("dp-sgd", "dp-srm"))
+        if not plain or not reduced:
+            continue
+        clip = effective_clip("dp-srm", reduced[0][0])
+        pair = [min(plain, key=lambda runs, clip=clip: abs(runs[0]["clip"] - clip)), reduced[0]]
+        comparison = Comparison(
+            f"{place[0]}, ε = {place[1]:g}", [_contender(rows["search"], runs) for runs in pair]
+        )
+        verdict: Row = {"comparison": comparison.to_json(), "faults": list(comparison.faults())}
+        if not verdict["faults"]:
+            errors = [[run["error"] for run in runs] for runs in pair]
+            apart = math.hypot(*(statistics.stdev(each) / len(each) ** 0.5 for each in errors))
+            verdict["standard_errors"] = (statistics.fmean(errors[0]) - statistics.fmean(errors[1])) / apart
+        verdicts.append(verdict)
+    return {"judged": verdicts}
+
+
+def _contender(search: list[Row], runs: list[Row]) -> Contender:
+    """A method as the rule for comparisons sees it: the paper's lists are what a choice may lie at the end of."""
+    first, figure = runs[0], FIGURES[runs[0]["figure"]]
+    method = first["method"]
+    key = {name: first[name] for name in ("figure", "epsilon", "method", "search")}
+    tried = sum(all(row[name] == value for name, value in key.items()) for row in search)
+    lists = [
+        Searched(name, list(values), first[name], 0.0 if name == "momentum" else None)
+        for name, values in figure.axes(method).items()
+        if name not in ("clip", "joint")  # the clip is what the other method sets, and a kind of clip has no order
+    ]
+    return Contender(method, lists, tried, effective_clip(method, first))
 
 
 STORE = Store(
-    Path(__file__).parent / "results" / "image_settings.json", "python reproduce/image_settings.py", tables=tables
-)
+    Path(__file__).parent / "results" / "image_settings.json",
+    "python reproduce/image_settings.py --only mnist --epsilon 3 --search coordinates; the same with --inherit; "
+    "the same with --search none --runs 3; ... --method dp-srm --batch 512 --step 0.5 --second 0.5 --no-joint",
+    {"stopped": "DP-SGD's search after ten fits. DP-SRM's, for want of time, after two from the middle; it was "
+     "then begun anew from DP-SGD's best and stopped after two more."},
+    tables=tables, judged=judged,
+)  # fmt: skip
 
 
 def quick() -> None:
@@ -213,7 +391,13 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, help="of DP-SGD's search, only this momentum")
     parser.add_argument("--second", type=float, help="of DP-SRM's search, only this C2 = γ")
     parser.add_argument("--joint", action=argparse.BooleanOptionalAction, help="of DP-SRM's search, one joint clip")
+    parser.add_argument("--search", choices=("grid", COORDINATES, "none"), default="grid")
+    parser.add_argument("--fits", type=int, default=10, help="of the coordinate search, the fits of each method")
+    parser.add_argument("--inherit", action="store_true", help="DP-SRM's search starts from DP-SGD's best")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of what the coordinate search chose")
     asked = parser.parse_args()
+    if asked.search != "grid" and asked.method is not None:
+        parser.error(f"--search {asked.search} compares both methods: leave out --method")
     settings = ("batch", "step", "clip", "momentum", "second", "joint")
     only = {name: getattr(asked, name) for name in settings if getattr(asked, name) is not None}
     torch.set_num_threads(1)
@@ -221,13 +405,20 @@ def main() -> None:
     if asked.quick:
         quick()
         return
+    methods = ("dp-sgd", "dp-srm") if asked.method is None else (asked.method,)
     for name, figure in FIGURES.items():
         if asked.only not in (None, name):
             continue
         data, make = (mnist(), lambda: Net("relu")) if name == "mnist" else (cifar10(), CNN5)
         for epsilon in figure.epsilons if asked.epsilon is None else (asked.epsilon,):
-            for method in ("dp-sgd", "dp-srm") if asked.method is None else (asked.method,):
-                cell(name, epsilon, method, data, make, only)
+            cells = {method: Cell(name, epsilon, method, data, make) for method in methods}
+            if asked.search == "grid":
+                for cell in cells.values():
+                    grid_search(cell, only)
+                continue
+            if asked.search == COORDINATES:
+                search_coordinates(cells, asked.inherit, asked.fits)
+            run_chosen(cells, asked.runs)
 
 
 if __name__ == "__main__":

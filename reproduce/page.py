@@ -40,7 +40,8 @@ th { background: var(--soft) }
 @media (max-width: 40rem) {
   .prose thead { display: none } .prose tr { display: block; border-top: 1px solid var(--line); padding: .4rem 0 }
   .prose td { display: block; border: 0; padding: .1rem 0 } .prose td:empty { display: none }
-  .prose td:first-child { font-weight: 600 } .prose td + td::before { content: attr(data-head) ": "; opacity: .7 } }
+  .prose td:first-child { font-weight: 600 } .prose td code { white-space: normal; overflow-wrap: anywhere }
+  .prose td + td::before { content: attr(data-head) ": "; opacity: .7 } }
 """
 """How the one file looks."""
 STYLE = """

@@ -40,8 +40,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 class Store:
     """The result file of one script: lists of rows by kind, and the tables that are made of them.
 
-    ``about`` is written beside the rows; ``tables`` makes what `quietgrad reproduce` shows and may look at all
-    rows.
+    ``about`` is written beside the rows, and so is what ``judged`` makes of them; ``tables`` makes what
+    `quietgrad reproduce` shows and may look at all rows.
     """
 
     path: Path
@@ -49,6 +49,7 @@ class Store:
     about: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("search", "fits")
     tables: Callable[[dict[str, list[Row]]], list[Table]] = lambda rows: []
+    judged: Callable[[dict[str, list[Row]]], Mapping[str, Any]] = lambda rows: {}
 
     def rows(self, kind: str) -> list[Row]:
         """The rows of one kind made so far."""
@@ -57,16 +58,22 @@ class Store:
 
     def find(self, kind: str, **wanted: Any) -> Row | None:
         """The first row whose fields have these values; a list is as good as a tuple."""
-        return next((row for row in self.rows(kind) if all(row.get(k) == v for k, v in wanted.items())), None)
+        return next(iter(self.having(kind, **wanted)), None)
+
+    def having(self, kind: str, **wanted: Any) -> list[Row]:
+        """All rows whose fields have these values."""
+        return [row for row in self.rows(kind) if all(row.get(k) == v for k, v in wanted.items())]
 
     def keep(self, kind: str, *rows: Row) -> None:
         """Write more rows at once; the file is read again, since calls for other parts may run side by side."""
         known = {name: self.rows(name) for name in self.kinds}
-        known[kind] = [*known[kind], *rows]
-        save(self.path, {"command": self.command, **self.about, **known, "tables": self.tables(known)})
+        self._write({**known, kind: [*known[kind], *rows]})
 
     def change(self, kind: str, row: Row, **changes: Any) -> None:
         """Write other values into one row that is there."""
         known = {name: self.rows(name) for name in self.kinds}
-        known[kind] = [{**each, **changes} if each == row else each for each in known[kind]]
-        save(self.path, {"command": self.command, **self.about, **known, "tables": self.tables(known)})
+        self._write({**known, kind: [{**each, **changes} if each == row else each for each in known[kind]]})
+
+    def _write(self, rows: dict[str, list[Row]]) -> None:
+        written = {**self.about, **rows, **self.judged(rows), "tables": self.tables(rows)}
+        save(self.path, {"command": self.command, **written})

@@ -14,11 +14,9 @@ from html import escape
 
 from quietgrad.core.sanitize import html_facts, sanitize
 
-_WIDTH, _HEIGHT = 460, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
-_LETTER = (
-    9.6  # width of a letter at the 16 px of the narrowest pages, where tick labels must neither be cut nor touch
-)
+_WIDTH, _HEIGHT = 460, 282
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 36, 54
+_LETTER, _TALL = 9.6, 16  # a letter at the 16 px of the narrowest pages, where labels are neither cut nor touch
 _ROW, _NAMES = 26, 150  # of charts with a row per name
 _DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3", "1 3")
 _LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66", "#0f7f8f")
@@ -108,8 +106,8 @@ class Lines:
         x_ticks = _apart(x_ticks, x_at)
         y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP, log=self.log_y)
         parts = [
-            _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 4, "end", self.x_label),
-            _text("axis-label", 0, 13, "start", self.y_label),
+            _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 6, "end", self.x_label),
+            _text("axis-label", 0, _TALL, "start", self.y_label),
         ]
         for tick in y_ticks:
             y = y_at(tick)
@@ -117,7 +115,7 @@ class Lines:
             parts.append(_text("tick", left - 8, y + 4, "end", _number(tick)))
         for tick in x_ticks:
             x, side = x_at(tick), _side(x_at(tick), tick)
-            parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, side, _number(tick)))
+            parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 10 + _TALL, side, _number(tick)))
         for place, line in drawn.items():
             parts += _line(line, colour_of(place), x_at, y_at, left)
         ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn.values())

@@ -14,6 +14,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,8 +186,8 @@ def test_a_newcomer_gets_a_model_to_answer_for(
     ids = next((column for column, kind in case.kinds.items() if kind == "id"), None)
     assert main(["predict", "runs/first", "people.csv", "-o", "said.csv"]) == 0
     capsys.readouterr()
-    with Path("said.csv").open() as file:
-        first = next(csv.DictReader(file))
+    with Path("said.csv").open() as predictions:
+        first = next(csv.DictReader(predictions))
     assert "prediction" in first
     assert ids is None or first[ids] == case.rows[0][0]
     label = next(k for k, column in enumerate(case.header) if column == list(case.kinds)[-1])
@@ -199,6 +200,16 @@ def test_a_newcomer_gets_a_model_to_answer_for(
     assert main(["predict", "runs/first", "bare.csv", "-o", "bare-said.csv"]) == 0
     capsys.readouterr()
     assert Path("bare-said.csv").read_text().splitlines()[1:] == Path("said.csv").read_text().splitlines()[1:]
+    # What may be published is enough to predict.
+    Path("published").mkdir()
+    for file in ("model.safetensors", "result.json", "schema.toml"):
+        shutil.copy(Path("runs/first", file), "published")
+    assert main(["predict", "published", "bare.csv", "-o", "published.csv"]) == 0
+    capsys.readouterr()
+    assert Path("published.csv").read_text() == Path("bare-said.csv").read_text()
+    Path("published/schema.toml").unlink()
+    if words and case.encoding == "utf-8":
+        assert "has no schema.toml" in run("predict", "published", "bare.csv", code=1)[1]
     # Training people are no held-out people, nor are all of them but one.
     _, why = run("evaluate", "runs/first", "people.csv", code=1)
     assert "trained on" in why

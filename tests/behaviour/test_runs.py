@@ -118,7 +118,7 @@ def test_without_its_ledger_nothing_goes_on(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     for file in ("ledger.jsonl", "ledger.jsonl.head"):
         shutil.move(tmp_path / file, tmp_path / "moved" / file)
-    with pytest.raises(BudgetError, match="is not there"):
+    with pytest.raises(BudgetError, match="does not exist"):
         qg.resume(folder=tmp_path / "run", data=rows(0))
     assert Ledger(tmp_path / "other.jsonl").id
     with pytest.raises(BudgetError, match="another id"):

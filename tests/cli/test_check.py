@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from quietgrad.cli import main
+from quietgrad.data.inspection import inspect_columns
+from quietgrad.data.schema import read_schema
 
 SCHEMA = """missing = ["", "n/a"]
 [label]
@@ -93,6 +95,33 @@ def test_train_points_to_it_in_one_line(place: Path, capsys: pytest.CaptureFixtu
         assert b"quietgrad check" not in path.read_bytes()
 
 
+def test_it_needs_no_epsilon(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "people.csv", "--schema", "schema.toml", "--holdout", "0.5", "--delta", "1e-4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for about in ("model", "score"):
+        line = next(line for line in lines if line[2:].startswith(f"{about}:"))
+        assert all(f"at ε = {epsilon}" in line for epsilon in ("0.3", "1", "3"))
+    assert sum("every cell is the same" in line for line in lines) == 1
+    assert sum("match no class" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "wastes", "words"),
+    [("indicator", False, "only where its gaps are"), (None, True, "a fill makes it constant")],
+)
+def test_a_column_of_one_value_and_gaps_is_not_constant(missing: str | None, wastes: bool, words: str) -> None:
+    gaps = {} if missing is None else {"missing": missing}
+    columns = {"x": {"kind": "number", "bounds": [0, 1], **gaps}, "all": {"kind": "number", "bounds": [0, 1]}}
+    schema = read_schema(
+        {"missing": ["", "999"], "label": {"column": "y", "classes": ["0", "1"]}, "columns": columns}
+    )
+    cells = {"x": ["1", "", "1", "999"], "all": ["", "999", "", ""], "y": ["0", "1", "0", "1"]}
+    remarks = [remark for remark in inspect_columns(cells, schema) if "every cell" in remark.text]
+    assert [(remark.about, remark.wastes) for remark in remarks] == [("x", wastes), ("all", True)]
+    assert words in remarks[0].text
+    assert "every cell is a gap" in remarks[1].text
+
+
 @pytest.mark.parametrize("more", [["--relation", "replace-one"], ["--n-public", "320"]], ids=["exact", "declared"])
 def test_a_hopeless_score_holds_nothing_out(place: Path, more: list[str]) -> None:
     """Its records and its part of ε are the model's; where n is a secret, it is known only after the count."""
@@ -112,7 +141,8 @@ def test_a_hopeless_score_holds_nothing_out(place: Path, more: list[str]) -> Non
 def test_without_privacy_the_same_model_is_trained(place: Path, task: str) -> None:
     """Raw columns of other scales: it ended at a loss of 5.79 where the private default had 0.185.
 
-    Rows are held out anew in each run: the loss of 15 runs was .467 to .609. The true model's is .464.
+    Rows are held out anew in each run. A heavy-tailed column made the loss .467 to .609 where the steps were too
+    few for their momentum. The true model's loss on these rows is .464, with a deviation of .02 between splits.
     """
     rng = np.random.default_rng(0)
     X = np.column_stack([rng.integers(18, 90, 3000), rng.normal(27, 4, 3000), np.exp(rng.normal(9, 1, 3000))])
@@ -124,4 +154,4 @@ def test_without_privacy_the_same_model_is_trained(place: Path, task: str) -> No
     result = json.loads(Path("run/result.json").read_text())
     assert result["privacy"]["is_private"] is False
     assert result["algorithm"] == "whitened-gd"
-    assert result["metrics"]["test_loss"] < (1.0 if task == "classes" else 0.2)
+    assert result["metrics"]["test_loss"] < (0.56 if task == "classes" else 0.02)

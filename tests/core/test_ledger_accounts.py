@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quietgrad import DPGD, minimize
+from quietgrad.assurance.report.ledger_page import spent_without_account, write_ledger_page
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.cost import Cost
@@ -16,7 +20,8 @@ from quietgrad.core.accounting.events import Gaussian, Repeated
 from quietgrad.core.errors import BudgetError, LedgerWarning
 from quietgrad.core.ledger.chain import Chain
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.ledger.state import LONGEST, canonical_account_name, check_account_name
+from quietgrad.core.ledger.state import LONGEST, canonical_account_name, check_account_name, unnamed
+from quietgrad.objectives import Logistic
 
 PROMISE: dict[str, Any] = {"delta": 1e-5, "relation": "add-remove"}
 SPELLINGS = ["patients", "patients ", "Patients", " PATIENTS\t", "\uff30atients", "patient\u017f"]
@@ -52,6 +57,26 @@ def test_all_spellings_compose_and_the_first_is_shown(ledger: Ledger) -> None:
     ledger.reserve("patients", RUN, run="x", fingerprint="one", **PROMISE)
     with pytest.warns(LedgerWarning, match="account 'Patients' was used with another table"):
         ledger.reserve("PATIENTS", RUN, run="y", fingerprint="two", **PROMISE)
+
+
+def test_tables_without_an_account_are_also_stated_together(ledger: Ledger, tmp_path: Path) -> None:
+    """They may be copies of one table, sorted or cleaned, which no fingerprint can tell."""
+    ledger.reserve("patients", RUN, run="p", **PROMISE)
+    ledger.reserve(unnamed("a" * 64), RUN, run="1", **PROMISE)
+    assert spent_without_account(ledger, ledger.book()) is None
+    ledger.reserve(unnamed("b" * 64), RUN, run="2", **PROMISE)
+    words = f"2 tables have no named account.*together cost: ε = {epsilon(2):.4g} at δ = 1e-05 \\(add-remove\\)"
+    assert re.search(words, str(spent_without_account(ledger, ledger.book())))
+    page = write_ledger_page(ledger, tmp_path / "ledger.html").read_text()
+    assert re.search(words, page)
+
+
+def test_a_run_that_names_no_account_says_how_it_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    X = np.random.default_rng(0).normal(size=(400, 2))
+    for name, says in (("default", True), ("patients", False)):
+        result = minimize(Logistic(), (X, X[:, 0] > 0), DPGD(steps=2), budget=Budget(1.0, 1e-5), account=name)
+        assert any("no account was named" in note for note in result.privacy.notes) is says
 
 
 def test_one_table_under_two_spellings_is_no_second_account(ledger: Ledger) -> None:

@@ -75,6 +75,42 @@ def test_no_chart_is_blank_and_none_is_wider_than_a_phone(made: tuple[str, list[
     assert not bare  # wide tables scroll by themselves, and those of sentences become lists
 
 
+def boxes(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """Words, left, right, top and bottom of each label at the 16 px that the page gives it."""
+    labels = re.findall(r'<text [^>]*x="([^"]+)" y="([^"]+)" text-anchor="(\w+)">([^<]*)</text>', svg)
+    spans = []
+    for x, y, anchor, words in labels:
+        width = (8.0 if re.search("[a-z]", words) else 9.6) * len(words)  # means; digits are wider
+        left = float(x) - {"start": 0.0, "middle": width / 2.0, "end": width}[anchor]
+        spans.append((words, left, left + width, float(y) - 15.0, float(y) + 4.0))
+    return spans
+
+
+def test_labels_are_neither_cut_nor_touch_on_a_phone(made: tuple[str, list[Any]]) -> None:
+    charts = [(exhibit.anchor, chart.svg()) for exhibit in made[1] for chart in exhibit.charts]
+    assert len(charts) > 100
+    for anchor, svg in charts:
+        width, height = map(float, re.findall(r'viewBox="0 0 (\S+) ([^"]+)"', svg)[0])
+        spans = boxes(svg)
+        assert len(spans) > 4
+        for k, (words, left, right, top, bottom) in enumerate(spans):
+            assert 0 <= left <= right <= width, (anchor, words)
+            assert 0 <= top <= bottom <= height, (anchor, words)
+            for other, start, end, above, below in spans[k + 1 :]:
+                touch = min(right, end) > max(left, start) and min(bottom, below) > max(top, above) + 1.0
+                assert not touch, (anchor, words, other)
+
+
+def test_panels_are_lettered(made: tuple[str, list[Any]]) -> None:
+    text, found = made
+    for exhibit in found:
+        captions = re.findall(r"<figcaption>(.*?)</figcaption>", section(text, exhibit.anchor))
+        if len(captions) > 1:
+            assert [caption[:3] for caption in captions] == [
+                f"({'abcdefghijklm'[k]})" for k in range(len(captions))
+            ]
+
+
 @pytest.mark.parametrize(
     ("anchor", "column", "value"),
     [

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
+import copy
+import importlib
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.fixture
 def supply() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("supply", ROOT / "tools" / "supply.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("supply")
 
 
 def test_every_direct_dependency_has_an_upper_bound(supply: ModuleType) -> None:
@@ -64,3 +67,40 @@ def test_yanked_and_abandoned_projects_are_found(
     assert supply.check(places) == 1
     assert "was yanked: wrong answers" in capsys.readouterr().out
     assert supply.check([(tmp_path / "nothing").as_uri()]) == 2  # nobody was asked: that is no clean bill
+
+
+BILL: dict[str, Any] = {
+    "metadata": {"component": {"name": "quietgrad", "version": "0.3.0"}},
+    "components": [
+        {"name": "numpy", "version": "2.4.6", "licenses": [{"license": {"id": "BSD-3-Clause"}}]},
+        {"name": "dp_accounting", "version": "0.6.0"},
+        {
+            "name": "quietgrad-verify",
+            "version": "0.3.0",
+            "licenses": [{"license": {"id": "Apache-2.0"}}],
+            "externalReferences": [{"type": "distribution", "url": "file:///tmp/x/quietgrad_verify.whl"}],
+        },
+    ],
+}
+
+
+def test_bill_of_materials_states_every_package_and_no_path() -> None:
+    sbom = importlib.import_module("sbom")
+    raw = copy.deepcopy(BILL)
+    assert sbom.problems_of(raw, ["numpy", "SciPy"]) == [
+        "scipy is missing",
+        "dp-accounting has no licence",
+        "it names a path of this machine",
+    ]
+    mended = sbom.with_licences(sbom.without_paths(raw), {"dp-accounting": "Apache 2.0"})
+    assert sbom.problems_of(mended, ["numpy", "dp-accounting"]) == []
+    mended["components"][0]["version"] = ""
+    assert sbom.problems_of(mended, []) == ["numpy has no version"]
+
+
+def test_metadata_lists_the_pythons_that_a_release_tries() -> None:
+    """`make release` installs the wheel with each of these that is installed, and names those that are not."""
+    release = importlib.import_module("release")
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    versions = [line.rpartition(" :: ")[2] for line in classifiers if "Python :: 3." in line]
+    assert tuple(versions) == release.PYTHONS

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 import quietgrad as qg
@@ -169,3 +170,42 @@ def test_the_command_writes_a_page_without_matplotlib(
     assert re.findall(r"<(title|h1)>(people\.csv)", page) == [("title", "people.csv"), ("h1", "people.csv")]
     assert 'name="viewport"' in page
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', page)
+
+
+@pytest.mark.parametrize("schema", [None, {"x": {"kind": "integer", "bounds": [0, 50]}}], ids=["types", "schema"])
+def test_the_first_gap_changes_no_cell(schema: Any) -> None:
+    """It makes a column of whole numbers one of floats: what is released must not depend on the type."""
+    whole = np.random.default_rng(0).integers(0, 50, 2000)
+    gap = np.where(np.arange(2000) == 7, np.nan, whole)
+    told = [describe(pd.DataFrame({"x": x}), schema, epsilon=1.0) for x in (whole, gap)]
+    kinds = [one.rows[0]["kind"] for one in told]
+    assert kinds[0] == kinds[1]
+    assert [cells["cell"] for one in told for cells in one.histograms["x"]].count("missing") == 2
+
+
+def test_types_that_hold_gaps_stay_whole() -> None:
+    frame = pd.DataFrame({"x": pd.array([1, 2, None] * 500, dtype="Int64")})
+    assert describe(frame, epsilon=1.0).rows[0]["kind"] == "integer"
+    table = pa.table({"x": pa.array([1, 2, None] * 500), "b": pa.array([True, None, False] * 500)})
+    told = describe(table, epsilon=1.0)
+    assert [row["kind"] for row in told.rows] == ["integer", "bool"]
+    assert [cell["cell"] for cell in told.histograms["b"]] == ["False", "True", "other"]
+
+
+@pytest.mark.parametrize("by", [None, "g"])
+def test_a_secret_number_of_records_may_be_zero(by: Any) -> None:
+    """Under add-remove a table without records and one with a single record are neighbours: both are answered."""
+    schema = {"x": {"kind": "number", "bounds": [0, 1]}, "g": {"kind": "category", "categories": ["a", "b"]}}
+    frame = {"x": np.zeros(0), "g": np.zeros(0, dtype=object)}
+    told = describe(frame, schema, by=by, epsilon=1.0)
+    assert told.privacy.epsilon == pytest.approx(1.0, rel=0.01)
+    with pytest.raises(DataError, match="no records"):
+        describe(frame, schema, by=by, epsilon=1.0, relation="replace-one")
+
+
+def test_a_gap_in_a_column_without_gaps_tells_nothing() -> None:
+    schema = {name: {"kind": "number", "bounds": [0, 1], "missing": False} for name in ("x", "z")}
+    column = np.where(np.arange(3000) % 3 == 0, np.nan, 0.99)
+    told = describe({"x": column, "z": np.full(3000, 0.99)}, schema, epsilon=50.0, pairs=())
+    assert told.histograms["x"][0]["count"] == pytest.approx(1000, abs=30)
+    assert told.histograms["z"][0]["count"] == pytest.approx(0, abs=30)

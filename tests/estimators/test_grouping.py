@@ -157,7 +157,8 @@ def test_whole_numbers_have_bins_of_whole_numbers() -> None:
     """No comb: every bin holds equally many whole numbers, and no value of the range lies outside."""
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"small": rng.integers(0, 11, 20_000), "large": rng.integers(0, 1000, 20_000)})
-    schema = {name: {"kind": "integer", "bounds": [0, top]} for name, top in (("small", 10), ("large", 999))}
+    tops = {"small": 10, "large": 999}
+    schema = {name: {"kind": "integer", "bounds": [0, top], "missing": False} for name, top in tops.items()}
     told = describe(frame, schema, epsilon=50.0, relation="replace-one", pairs=[])
     assert [cell["cell"] for cell in told.histograms["small"]] == [str(k) for k in range(11)]
     assert told.histograms["large"][0]["cell"] == "0 to 31"

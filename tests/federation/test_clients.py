@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.assurance.certificates.rebuilt_plan import _of_party
 from quietgrad.cli import main
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import PrivacyUnit
+from quietgrad.core.accounting.events import Gaussian, PoissonSampled, repeated
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.schedule import Schedule, Slot
+from quietgrad.core.sampling import CoordinatorSampled
 from quietgrad.federation import Clients, Party, simulate
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Exchange
@@ -182,21 +186,27 @@ name = "logistic"
 [algorithm]
 name = "fedavg"
 rounds = 4
-sampling = "self"
+{sampling}
 sample = 0.5
 clip_quantile = 0.5
-answer_seconds = 0.5
 [budget]
 epsilon = 8.0
 delta = 1e-2
 """
 
 
-def test_processes_over_tls_draw_in_secret_and_certify_what_they_spent(
-    folder: Any, start: Any, capfd: pytest.CaptureFixture[str]
+DRAWN = {
+    "self": 'sampling = "self"\nanswer_seconds = 0.5',
+    "coordinator": 'sampling = "coordinator"\nmost_rounds = 2',
+}
+
+
+@pytest.mark.parametrize("sampling", DRAWN)
+def test_processes_over_tls_draw_parties_and_certify_what_they_spent(
+    sampling: str, folder: Any, start: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     parties = "".join(f'[[party]]\nname = "p{j}"\nrecords = {N}\n' for j in range(3))
-    (folder / "plan.toml").write_text(plan_text(PLAN + parties))
+    (folder / "plan.toml").write_text(plan_text(PLAN.replace("{sampling}", DRAWN[sampling]) + parties))
     for j in range(3):
         np.savez(folder / f"p{j}.npz", X=X[j::M], y=Y[j::M])
     assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
@@ -218,3 +228,14 @@ def test_processes_over_tls_draw_in_secret_and_certify_what_they_spent(
     assert main(["certificate", "model"]) == 0
     capfd.readouterr()
     assert main(["verify", "model/certificate.json"]) == 0
+
+
+@pytest.mark.parametrize(("trust", "knows"), [("secure", True), ("curator", False)])
+def test_a_checker_derives_the_event_against_a_coordinator_that_draws(trust: str, knows: bool) -> None:
+    """Against it nothing is amplified: a claim of secret samples does not follow from such a plan."""
+    slot = Slot("update", CoordinatorSampled(0.5, 2), 4)
+    federation = {"trust": trust, "parties_per_person": None, "sizes": [N, N, N]}
+    schedule, times = _of_party(Schedule((slot,)), federation, 0, 1)
+    known, secret = repeated(Gaussian(1.0), 2), repeated(PoissonSampled(0.5, Gaussian(1.0)), 4)
+    assert times == 1
+    assert schedule.event(1.0, qg.Relation.ADD_REMOVE) == (known if knows else secret)

@@ -34,10 +34,12 @@ class Listening:
     def __init__(self, session: Any, exact: Any) -> None:
         self.session, self.exact = session, exact
         self.heard: list[tuple[str, float, Floats]] = []
+        self.asked: list[Any] = []  # whose records each release was about; None: all
 
     def release(self, slot: str, query: Any) -> Any:
         answer = self.session.release(slot, query)
-        self.heard.append((slot, query.bound, answer - self.exact(query)))
+        self.asked.append(self.session._samplers[slot].batch(self.session._used[slot] - 1))
+        self.heard.append((slot, query.bound, answer - self.exact(query, self.asked[-1])))
         return answer
 
     def __getattr__(self, name: str) -> Any:
@@ -49,9 +51,9 @@ def walked(method: qg.DPSpider, budget: qg.Budget | None, n: int = 300) -> tuple
     X, y = problem(n)
     curator = CentralCurator(objective(), (X, y), seed=3)
 
-    def exact(query: Any) -> Floats:
+    def exact(query: Any, indices: Any) -> Floats:
         out = np.zeros(X.shape[1])
-        query.sum_into(objective(), Batch(curator.records, None), out)
+        query.sum_into(objective(), Batch(curator.records, indices), out)
         return out
 
     session = Listening(curator.open(qg.plan(method, n=n, budget=budget)), exact)
@@ -63,18 +65,20 @@ def walked(method: qg.DPSpider, budget: qg.Budget | None, n: int = 300) -> tuple
     return path, session, (X, y)
 
 
-def reference(method: qg.DPSpider, data: Any, noises: list[Floats]) -> tuple[list[Floats], list[float]]:
-    """DP-SPIDER in numpy, line by line, given the noise of its releases; iterates and the clips it used."""
+def reference(method: qg.DPSpider, data: Any, session: Listening) -> tuple[list[Floats], list[float]]:
+    """DP-SPIDER in numpy, line by line, given the samples and noise of its releases; iterates, and clips used."""
     X, y = data
-    n, heard, clips = len(X), iter(noises), []
+    n, heard, clips = len(X), zip(session.asked, (noise for _, _, noise in session.heard), strict=True), []
 
     def gradients(w: Floats) -> Floats:
         return np.asarray((1.0 / (1.0 + np.exp(-X @ w)) - y)[:, None] * X)
 
     def clipped_sum(rows: Floats, clip: float) -> Floats:
         clips.append(clip)
+        asked, noise = next(heard)
+        rows = rows if asked is None else rows[asked]
         lengths = np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-300)
-        return np.asarray((rows * np.minimum(1.0, clip / lengths)).sum(axis=0) + next(heard))
+        return np.asarray((rows * np.minimum(1.0, clip / lengths)).sum(axis=0) + noise)
 
     w = np.zeros(X.shape[1])
     path, previous, estimate, drift, since = [w], w, np.zeros_like(w), 0.0, 0
@@ -91,10 +95,15 @@ def reference(method: qg.DPSpider, data: Any, noises: list[Floats]) -> tuple[lis
                 estimate, drift = clipped_sum(gradients(w), method.clip) / n, 0.0
             else:
                 change = gradients(w) - gradients(previous)
-                estimate = estimate + clipped_sum(change, method.smoothness * moved) / n
+                bound = method.difference_clip or method.smoothness * moved
+                estimate = estimate + clipped_sum(change, bound) / (n / (method.cohorts or 1))
             since += 1
         previous = w
-        w = w - float(str(method.learning_rate)) * (estimate + 0.001 * w)  # the common problem's L2(0.001)
+        slope = estimate + 0.001 * w  # the common problem's L2(0.001)
+        rate = float(str(method.learning_rate))
+        if method.difference_clip is not None:  # under correlated noise no step is longer than this one clip allows
+            rate = min(rate, method.difference_clip / (method.smoothness * float(np.linalg.norm(slope))))
+        w = w - rate * slope
         path.append(w)
     return path, clips
 
@@ -106,13 +115,23 @@ def reference(method: qg.DPSpider, data: Any, noises: list[Floats]) -> tuple[lis
         qg.DPSpider(steps=12, period=4, learning_rate=2.0, smoothness=0.05, clip=0.4, split=0.7),
         qg.DPSpider(steps=12, warm_steps=5, period=3, learning_rate=2.0, smoothness=0.25),
         qg.DPSpider(steps=12, kappa=0.05, full_queries=12, learning_rate=2.0, smoothness=0.25),
+        qg.DPSpider(
+            steps=12,
+            period=6,
+            learning_rate=2.0,
+            smoothness=0.25,
+            difference_clip=0.02,
+            noise="correlated",
+            sampling="turns",
+            cohorts=3,
+        ),
     ],
-    ids=["one chain", "period", "warm start", "drift"],
+    ids=["one chain", "period", "warm start", "drift", "correlated"],
 )
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["exact", "private"])
 def test_every_line_is_that_of_the_reference(method: qg.DPSpider, budget: qg.Budget | None) -> None:
     path, session, data = walked(method, budget)
-    expected, clips = reference(method, data, [noise for _, _, noise in session.heard])
+    expected, clips = reference(method, data, session)
     np.testing.assert_allclose(np.stack(path), np.stack(expected), rtol=0.0, atol=1e-9)
     np.testing.assert_allclose([bound for _, bound, _ in session.heard], clips, rtol=1e-9)
 

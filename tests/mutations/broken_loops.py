@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.curator import CentralSession
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.torch import opacus
 from quietgrad.torch.loops import base as loops
@@ -123,3 +126,35 @@ def records_drawn(patch: Patch) -> None:
 def processes_by_settings(patch: Patch) -> None:
     """Processes compare models and settings by name, and how many records there are."""
     patch.setattr(distributed, "_digests", lambda objective, records, key: {repr(objective): str(len(records))})
+
+
+def both_ranks_add_noise(patch: Patch) -> None:
+    """Every process adds the noise of a release to its share."""
+
+    def answer(self: Any, drawn: Any, query: Any, total: Any) -> Any:
+        share = distributed._SumOfShares(total / dist.get_world_size(), query)
+        noisy = torch.as_tensor(CentralSession.release_drawn(self, drawn, share)).double()
+        dist.all_reduce(noisy)
+        return noisy.float()
+
+    patch.setattr(distributed.SharedSession, "_leaders_answer", answer)
+
+
+def no_rank_adds_noise(patch: Patch) -> None:
+    """Every process takes it that another one adds the noise."""
+
+    def answer(self: Any, drawn: Any, query: Any, total: Any) -> Any:
+        self.forget(drawn)
+        return total.float()
+
+    patch.setattr(distributed.SharedSession, "_leaders_answer", answer)
+
+
+def old_samples_in_new_epochs(patch: Patch) -> None:
+    """A sum that is charged anew is that of the sample which was released before."""
+
+    def sum_into(self: Any, objective: object, batch: object, out: Any) -> None:
+        out = torch.as_tensor(out)
+        out += self._total
+
+    patch.setattr(distributed._SumOfShares, "sum_into", sum_into)

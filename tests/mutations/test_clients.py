@@ -16,6 +16,7 @@ from quietgrad.assurance.audit.running import PrivacyClaim, attack_profile
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import delta_of
 from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.federation import public_time
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import federate
@@ -188,6 +189,35 @@ def test_a_late_answer_is_a_noisy_zero_and_no_absence() -> None:
         assert pace._worker.is_alive()
     party, plan = _party(SELF, LateIsAbsent, **slow)
     assert _ask(party, plan, 0).kind == "refused"
+
+
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_an_answer_that_leaves_late_warns_its_party_alike_for_either_coin(
+    drawn: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, pace = Clock(), PublicTime()
+    monkeypatch.setattr(public_time, "time", clock)
+    for sealing, leaves, warnings in ((0.5, 10.0, 0), (1.5, 10.5, 1)):  # a tenth of the time is left for it
+        begun = clock.now
+        pace.answer(lambda: np.ones(1), lambda: drawn, np.zeros(1), 10.0)
+        clock.sleep(sealing)
+        pace.hold()
+        assert clock.now - begun == pytest.approx(leaves)
+        assert len(caplog.messages) == warnings
+    assert caplog.messages[0].endswith("was drawn: plan with a larger answer_seconds.")
 
 
 def _coins(kind: type[PartyCurator]) -> list[bool]:

@@ -10,6 +10,7 @@ import pytest
 from tests.mutations import broken_loops as broken
 from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
 from tests.probes.networks import probe_agreement, probe_people_drawn
+from tests.probes.shards import probe_noise_of_shards, probe_samples_of_epochs
 
 TABLE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
     "a sample again": ("L0 reuse", broken.samples_serve_again, probe_loop_reuse),
@@ -24,6 +25,9 @@ TABLE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], Callable[[], A
     "stops are public": ("L0 charge", broken.stops_are_public, probe_loop_charges),
     "seeded loop says nothing": ("L0 charge", broken.seeded_says_nothing, probe_loop_charges),
     "records drawn, not people": ("L0 sampling", broken.records_drawn, probe_people_drawn),
+    "noise by both ranks of shards": ("L0 noise", broken.both_ranks_add_noise, probe_noise_of_shards),
+    "noise by no rank of shards": ("L0 noise", broken.no_rank_adds_noise, probe_noise_of_shards),
+    "an old sample charged anew": ("L0 reuse", broken.old_samples_in_new_epochs, probe_samples_of_epochs),
     "processes compared by name": ("L0 agreement", broken.processes_by_settings, probe_agreement),
 }
 

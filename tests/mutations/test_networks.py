@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from quietgrad.assurance.audit.networks import distinguish, fit_releases, loop_releases
+from quietgrad.torch.networks.pass_sizes import Layout, PassSizes
 from tests.mutations import broken_networks as broken
 from tests.probes.networks import (
     probe_gradients,
@@ -79,9 +80,32 @@ TABLE = [
 ]  # fmt: skip
 
 
+MIXES_RECORDS = ("masks by place", "one mask for all", "another record's gradient", "copies summed over records")
+"""Bugs by which a record's numbers follow from its place or its neighbours: trials of passes see them."""
+
+
+def untried(make: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """The bug in a library that tries no layout of passes before it is used."""
+
+    def any_layout(self: PassSizes, count: int, most: int | None, trial: object) -> Layout:
+        return Layout(count)
+
+    def made(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(PassSizes, "fitting", any_layout)
+        make(patch)
+
+    return made
+
+
+@pytest.mark.parametrize("mutation", [m for m in TABLE if m.bug in MIXES_RECORDS], ids=lambda m: m.bug)
+def test_what_mixes_records_is_run_one_record_at_a_time(mutation: Mutation) -> None:
+    assert not [f for f in broken.under(mutation.make, mutation.probe) if f.verdict == "violation"]
+
+
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.bug)
 def test_named_layer_catches_the_bug_and_spares_the_sound_twin(mutation: Mutation) -> None:
-    caught = {f.layer: f for f in broken.under(mutation.make, mutation.probe) if f.verdict == "violation"}
+    make = untried(mutation.make)
+    caught = {f.layer: f for f in broken.under(make, mutation.probe) if f.verdict == "violation"}
     assert mutation.layer in caught, f"{mutation.bug}: caught by {caught or 'nothing'}"
     spared = [f for f in broken.under(None, mutation.probe) if f.verdict == "violation"]
     assert not spared, f"{mutation.bug}: the sound twin was accused by {spared}"

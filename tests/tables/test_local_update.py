@@ -117,3 +117,32 @@ def test_a_partys_update_is_the_same_to_the_last_bit_beside_any_others(loss: Any
             return {row.tobytes() for block in blocks for row in block}
 
         assert updates(rng.permutation(6)[:3]) < updates(np.arange(6))
+
+
+class _Centred(Squared):
+    """Its residuals are taken from the mean of all rows that it is given."""
+
+    trains_apart = True  # what a loss says of itself counts for nothing
+
+    def residuals(self, scores: Any, y: Any) -> Any:
+        found = super().residuals(scores, y)
+        return found - 50.0 * found.mean()
+
+
+class _Crowded(L2):
+    """A penalty that pulls every client by the sum of all of them."""
+
+    def gradient(self, params: Any) -> Any:
+        pulled: Any = super().gradient(params)
+        return pulled - 5.0 * np.sum(params)
+
+
+@pytest.mark.parametrize("loss", [_Centred(), Squared(regularizer=_Crowded(0.1))], ids=["loss", "penalty"])
+def test_code_that_would_mix_clients_is_asked_about_one_at_a_time(loss: Any) -> None:
+    rng = np.random.default_rng(4)
+    ids = np.repeat(np.arange(30), 4)
+    X, y = rng.standard_normal((len(ids), 1)), np.zeros(len(ids))
+    y[:4] = 1e3  # one client that would move all others
+    query = LocalUpdateQuery(np.zeros(1), 3, 0.1, 4, 1.0)
+    rest = np.arange(1, 30)
+    assert abs(_sum(loss, X, y, ids, query) - _sum(loss, X, y, ids, query, rest)) <= query.bound * (1 + 1e-9)

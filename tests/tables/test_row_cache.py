@@ -42,6 +42,25 @@ def kept(cache: RowCache, key: object, blocks: list[Any]) -> None:
     writer.done()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # pytest's threads do nothing here
+def test_a_forked_process_reads_and_writes_nothing() -> None:
+    """Parent and child would write to the same places, under the same key stream."""
+    cache = RowCache(memory=0)
+    kept(cache, "before", [(np.arange(4.0),)])
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            kept(cache, "child", [(np.full(4, 7.0),)])
+            (block,) = next(cache.get("before"))
+            status = 0 if "child" not in cache and block.tolist() == [0.0, 1.0, 2.0, 3.0] else 2
+        finally:
+            os._exit(status)
+    kept(cache, "parent", [(np.full(4, 5.0),)])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert next(cache.get("parent"))[0].tolist() == [5.0] * 4
+
+
 @pytest.mark.parametrize("memory", [0, 100, 10**6])
 def test_blocks_come_back_as_they_were(memory: int) -> None:
     cache = RowCache(memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,72 @@ def kept(folder: Path, end: int | None = None) -> dict[str, Any]:
     return {"begun": begun, "start": start, "params": flat(model), "epsilon": loop.privacy.epsilon}
 
 
+class Interrupted(RuntimeError):
+    """Ends a training."""
+
+
+def _trainer(folder: Path, steps: int, stop_at: int | None = None, **privacy: Any) -> Any:
+    """A trainer of a language model with tied weights. On two processes accelerate shards it.
+
+    accelerate turns FSDP on for GPUs and the like alone, so its state is set here. Everything else is its own.
+    """
+    import transformers
+    from accelerate.state import DistributedType, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from quietgrad.torch.hugging_face import DPTrainer
+
+    class OnCPU(DPTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if self.args.fsdp:
+                state = self.accelerator.state
+                state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+                state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+                self.is_fsdp_enabled = True
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: object, state: Any, control: object, **_: object) -> None:
+            if state.global_step == stop_at:
+                raise Interrupted
+
+    together = dist.is_initialized()
+    args = transformers.TrainingArguments(
+        str(folder / "out"), per_device_train_batch_size=10 if together else 20, max_steps=steps, save_steps=2,
+        disable_tqdm=True, report_to=[], use_cpu=True, learning_rate=0.01, fsdp=True if together else None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    words = torch.randint(0, 33, (61, 6), generator=torch.Generator().manual_seed(0))
+    config = transformers.GPT2Config(
+        vocab_size=33, n_positions=6, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return OnCPU(
+        model=transformers.GPT2LMHeadModel(config), args=args, callbacks=[Stop()],
+        train_dataset=[{"input_ids": each, "labels": each} for each in words],
+        privacy={"target_epsilon": 4.0, "max_grad_norm": 1.0, "n_public": 61, "ledger": folder / "trainer.jsonl",
+                 **privacy},
+    )  # fmt: skip
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    made = _trainer(folder, 2, seed=7)
+    made.train()
+    made.save_model()
+    local = [param.to_local() if hasattr(param, "to_local") else param for param in made.model.parameters()]
+    here = sum(value.numel() for value in local)
+    return {"params": flat(made.model), "epsilon": made.privacy.epsilon, "numbers": here}
+
+
+def trained_on(folder: Path) -> dict[str, Any]:
+    """A training that is interrupted after its checkpoint, and goes on."""
+    first = _trainer(folder, 4, stop_at=3)
+    with suppress(Interrupted):
+        first.train()
+    second = _trainer(folder, 4)
+    second.train(resume_from_checkpoint=True)
+    return {"params": flat(second.model), "epsilon": second.privacy.epsilon, "steps": second._loop.handed_out}
+
+
 def refusals() -> dict[str, str]:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -194,4 +261,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
         "resumed": kept(folder),
         "left": kept(folder / "left", end=2),
         "refusals": refusals(),
+        # At the end: accelerate's state stays as they leave it.
+        "trained": trained(folder / "trained"),
+        "trained on": trained_on(folder / "trained on"),
     }

@@ -223,7 +223,7 @@ def looked_up() -> nn.Module:
 def test_a_record_that_raises_counts_as_zero(where: str) -> None:
     case = Case(lambda: Fails(where))
     by, whole, _ = moved(case)
-    assert by <= 1e-9
+    assert by <= 1e-6  # others have the same bits, and are added up in other passes
     assert whole.norm() > 1.0
 
 

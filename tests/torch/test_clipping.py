@@ -90,6 +90,20 @@ def test_no_rule_sees_two_norms_at_once(foreign: Any, of: Any, within: bool) -> 
     assert beside[:2].tolist() == alone.tolist() == [2.0, 1.0]
 
 
+def test_no_rule_remembers_a_norm(foreign: Any) -> None:
+    class Remembers:
+        def __init__(self) -> None:
+            self.largest = 0.0
+
+        def __call__(self, norms: Any, clip: Any) -> Any:
+            self.largest = max(self.largest, norms[0])
+            return clip / self.largest
+
+    rule = foreign(Remembers())
+    for _ in range(2):
+        assert scale_factors(rule, np.array([1e6, 0.5, 1.0]), 1.0).tolist() == [1e-6, 2.0, 1.0]
+
+
 def test_bounds_of_groups_have_squares_that_add_up_whatever_the_weights() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):

@@ -6,12 +6,14 @@ import json
 import math
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import Dataset
 
 import quietgrad as qg
@@ -224,6 +226,32 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, tmp_path: Path) -
         trainer(tmp_path, **{name: REFUSED[name]})
     with pytest.raises(ValueError, match="model_init"):
         trainer(tmp_path, model_init=bert)
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ({"fsdp_version": 1}, "Use version 2"),
+        ({"cpu_offload": CPUOffloadPolicy()}, "cpu_offload"),
+        ({"activation_checkpointing": True}, "activation_checkpointing"),
+        ({"mixed_precision_policy": object()}, "mixed_precision"),
+    ],
+)
+def test_shardings_that_were_not_run_are_refused(says: dict[str, Any], why: str, tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.is_fsdp_enabled = True
+    plugin = {
+        "fsdp_version": 2,
+        "cpu_offload": None,
+        "activation_checkpointing": False,
+        "mixed_precision_policy": None,
+    }
+    made.accelerator.state.fsdp_plugin = SimpleNamespace(**(plugin | says))
+    try:
+        with pytest.raises(ValueError, match=why):
+            made._refuse_sharding()
+    finally:
+        del made.accelerator.state.fsdp_plugin  # accelerate's state is that of the process
 
 
 # --- what a training costs ----------------------------------------------------------------------------------------

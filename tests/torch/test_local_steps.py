@@ -1,4 +1,4 @@
-"""Local training of networks: clients in turn and by plain PyTorch make the same updates."""
+"""Local training of networks: clients together, by themselves and by plain PyTorch make the same updates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _updates(
         found[k] = row
     alone = torch.stack([found[k] for k in range(len(SIZES))])
     total = torch.cat(list(objective.local_updates(Batch(records, None, key), clients, theta, training)))
-    assert torch.equal(total, alone)  # beside others as by itself, to the last bit
+    order = sorted(range(len(SIZES)), key=lambda k: min(SIZES[k], training.batch_size))
+    assert torch.equal(total, alone[order])  # beside others as by itself, to the last bit
     return alone
 
 
@@ -152,3 +153,29 @@ def test_training_that_expands_the_last_bit_is_no_other_clients_doing() -> None:
         sums.append(torch.zeros(1, dtype=torch.float64))
         query.sum_into(asked, Batch(records, there, bytes(32)), sums[-1])
     assert float((sums[0] - sums[1]).abs()) <= query.bound
+
+
+def test_clients_train_together_to_the_bits_that_each_has_alone() -> None:
+    """A layer that expands rounding, and 20 clients in passes of many sizes."""
+    torch.manual_seed(0)
+    wild = nn.Sequential(*(part for _ in range(20) for part in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 2))
+    with torch.no_grad():
+        for name, weight in wild.named_parameters():
+            weight.mul_(5.0 if name.endswith("weight") else 1.0)
+    rng = np.random.default_rng(0)
+    objective = ModuleObjective(wild, nn.CrossEntropyLoss())
+    data = torch.from_numpy(rng.standard_normal((100, 8)).astype(np.float32)), torch.arange(100) % 2
+    records = objective.prepare(data)
+    theta, training = objective.initial(records), LocalTraining(5, 0.5, 4, NoRegularizer())
+    starts = np.arange(0, 101, 5)
+
+    def updates(chosen: Any) -> torch.Tensor:
+        clients = GroupIndex(np.asarray(chosen), np.arange(100), starts, True)
+        return torch.cat(list(objective.local_updates(Batch(records, None, bytes(32)), clients, theta, training)))
+
+    together = updates(np.arange(20))
+    assert bool(together.isfinite().all())
+    for chosen in ([3], [7, 3], [0, 5, 19], list(range(1, 18))):
+        assert torch.equal(updates(chosen), together[chosen])
+    (sizes,) = objective.client_sizes.values()
+    assert any(agreed for (layout, _), agreed in sizes._agreed.items() if layout.size > 1)

@@ -341,7 +341,7 @@ def test_explain_says_how_and_why(caplog: pytest.LogCaptureFixture) -> None:
     unused.idle = nn.Linear(3, 3)
     unused.forward = lambda x: unused[0](x)  # type: ignore[method-assign]
     assert "these records do not use it" in [part.why for part in qt.explain(unused, batch, CE).parts]
-    for alone, why in ((Sorting(6, 2), "vmap cannot run it"), (Branching(6, 2), "in their own ways")):
+    for alone, why in ((Sorting(6, 2), "vmap cannot run it"), (Branching(6, 2), "a number of its own")):
         (part,) = qt.explain(alone, batch, CE).parts
         assert part.how == "one record at a time"
         assert why in part.why

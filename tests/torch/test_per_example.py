@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import recorded
+from quietgrad.torch.networks.outer_products import Convolution, LinearLayerMap, OuterProducts, write_gradients
 from quietgrad.torch.networks.randomness import RecordSeeds
+from quietgrad.torch.networks.records import RecordGroup
+from quietgrad.torch.networks.vectors import GradientTerms, LayerCall
 from tests.torch.autograd import KEY, clipped, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
 
 RULES = [
@@ -235,6 +239,12 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "in-place activations": lambda: (
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.GroupNorm(2, 4), nn.ELU(inplace=True)),
         r(3, 3, 6, 6)),
+    "in-place activations of other layers": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ELU(inplace=True), nn.Flatten(2),
+            nn.Linear(16, 5), nn.ELU(inplace=True),
+            Own(lambda x, w: F.elu_(x @ w), (5, 3))),
+        r(3, 3, 6, 6)),
     "reused and tied": lambda: (Reused(), TOKENS),
     "tied by hand": lambda: (HandTied(), TOKENS),
     "aliased": lambda: (nn.Sequential(nn.Linear(6, 6), Aliased()), r(4, 6)),
@@ -293,6 +303,50 @@ def test_layer_is_that_of_autograd(name: str) -> None:
     agree(*LAYERS[name]())
     if name.startswith(("linear", "conv", "reused", "tied", "gru", "chunks", "whole")):
         agree(*LAYERS[name](), 0.0, RULES[2:3])
+
+
+FLOAT32 = {  # weight, stride, side of an image: kernels that are for float32 alone
+    "a group for each example": ((32, 16, 3, 3), 1, 16),
+    "a group for each example, in several blocks": ((64, 64, 3, 3), 1, 16),
+    "a call for each example": ((64, 3, 7, 7), 2, 64),
+}
+
+
+@pytest.mark.parametrize("families", [1, 2])
+@pytest.mark.parametrize("name", FLOAT32)
+def test_convolutions_in_float32_are_those_in_float64_and_each_record_s_own(name: str, families: int) -> None:
+    weight, stride, side = FLOAT32[name]
+    layer = Convolution(weight, (stride, stride), (weight[2] // 2,) * 4, (1, 1), 1)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn((20, weight[1], side, side), generator=generator)
+    grads = torch.randn((20, families * weight[0], side // stride, side // stride), generator=generator)
+    values = torch.empty((20, families * weight[0], layer.shape[1]))
+    squares = write_gradients(layer, LayerCall(x, grads), values)
+    wide = torch.bmm(layer.rows(grads.double()), layer.columns(x.double()).mT)
+    torch.testing.assert_close(values.double(), wide, rtol=1e-4, atol=1e-4 * float(wide.abs().max()))
+    torch.testing.assert_close(squares[:, 0], wide.flatten(1).square().sum(1), rtol=1e-5, atol=0.0)
+    before = values.clone()
+    x[1:], grads[1:] = 1e20, torch.nan
+    write_gradients(layer, LayerCall(x, grads), values)
+    assert torch.equal(values[0], before[0])
+
+
+@pytest.mark.parametrize("name", ["in-place activations", "in-place activations of other layers"])
+def test_writing_in_place_copies_nothing_on_the_way_back(name: str) -> None:
+    """Autograd copies the whole of a tensor that a view of it was written into; a layer's output is no view."""
+    module, x = LAYERS[name]()
+    engine = PerExampleEngine(module.double())
+    rows = np.arange(len(x))
+    (made,) = engine.record([RecordGroup(rows, ((x[:, None],), {}))], RecordSeeds(bytes(32), rows))
+    seen, near = set(), [made.outputs.grad_fn]
+    while near:
+        node = near.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            near += [above for above, _ in node.next_functions]
+    names = {node.name() for node in seen}
+    assert any(each.startswith("EluBackward") for each in names)
+    assert "CopySlices" not in names
 
 
 RANDOM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -475,3 +529,13 @@ def test_what_a_loop_of_one_s_own_leaves_is_the_same(name: str) -> None:
         torch.testing.assert_close(found.norms()[:, 0], rows.norm(dim=1), rtol=1e-9, atol=1e-12)
     found.add_weighted((0.1 / rows.norm(dim=1, keepdim=True)).clamp(max=1.0), out)
     torch.testing.assert_close(out, clipped(rows, 0.1).sum(0), rtol=1e-9, atol=1e-12)
+
+
+def test_inputs_that_are_the_same_at_both_points_need_one_product() -> None:
+    """Also where they lie elsewhere in memory, as in passes whose left-over places are filled."""
+    layer, mix = LinearLayerMap(3, 4), GradientTerms(gradient=True, change=True)
+    x, now, before = r(5, 2, 4), r(5, 2, 3, seed=1), r(5, 2, 3, seed=2)
+    alike = OuterProducts.of(layer, LayerCall(x, now), LayerCall(x.clone(), before), mix)
+    apart = OuterProducts.of(layer, LayerCall(x, now), LayerCall(x + 1e-9, before), mix)
+    assert [len(each.lefts) for each in (alike, apart)] == [1, 2]
+    torch.testing.assert_close(alike.squared_norms(), apart.squared_norms(), rtol=1e-6, atol=0.0)

@@ -97,6 +97,54 @@ def loop(folder: Path, killed_at: int | None = None) -> dict[str, Any]:
     return {"begun": begun, "params": flat(model), "epsilon": made.privacy.epsilon}
 
 
+def kept_fit(folder: Path, method: str = "dp-sgd", killed_at: int | None = None) -> dict[str, Any]:
+    steps: list[int] = []
+
+    def watch(progress: Any) -> None:
+        steps.append(progress.step)
+        if progress.step == killed_at and dist.get_rank() == 1:
+            os._exit(9)
+
+    made = fitted(
+        METHODS[method], folder=folder / method, ledger=folder / f"{method}.jsonl", checkpoint_seconds=0.0,
+        callbacks=[watch], every=1,
+    )  # fmt: skip
+    return {**made, "first": steps[0]}
+
+
+def other_sums(folder: Path) -> dict[str, Any]:
+    """A loop that goes on with other labels from its start: who was in each sample, and what it costs."""
+    samples: list[list[tuple[int, tuple[int, ...]]]] = []
+
+    def part(labels: Tensor, end: int | None) -> qt.PrivateLoop:
+        model = network()
+        made = qt.PrivateLoop(
+            model, nn.CrossEntropyLoss(), (X, labels), optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            budget=BUDGET, steps=3, batch_size=20, max_grad_norm=1.0, n_public=61, folder=folder / "others",
+            checkpoint_seconds=1e9, ledger=folder / "others.jsonl",
+        )  # fmt: skip
+        samples.append([])
+        session: Any = made._session
+        summed = session._sum_of_shares
+
+        def watched(drawn: Any, query: Any) -> Tensor:
+            out: Tensor = summed(drawn, query)
+            samples[-1].append((drawn.number, tuple(session.batch(drawn).indices.tolist())))
+            return out
+
+        session._sum_of_shares = watched
+        for batch in made:
+            made.step(batch)
+            if made.handed_out == end:
+                made.let_go()
+                break
+        return made
+
+    part(Y, 1)
+    loop = part(1 - Y, None)
+    return {"before": dict(samples[0]), "after": dict(samples[1]), "epsilon": loop.privacy.epsilon}
+
+
 def sharded(folder: Path | None = None) -> dict[str, Any]:
     """Rank 0 holds the first 25 records, rank 1 the others; alone, all of them."""
     torch.manual_seed(1)
@@ -151,11 +199,21 @@ def refusals() -> dict[str, str]:
         fitted(qg.DPAGD())
     except (ValueError, QuietgradError) as error:
         said["choose"] = str(error)
+    here = {} if dist.get_rank() else {"folder": "nowhere"}
     try:
-        fitted(METHODS["dp-sgd"], folder="nowhere")
-    except ValueError as error:
-        said["folder"] = str(error)
+        fitted(METHODS["dp-sgd"], **here)
+    except QuietgradError as error:
+        said["one folder"] = str(error)
     return said
+
+
+def refused_folder(folder: Path) -> str:
+    """A kept fit that is called again with another method."""
+    try:
+        fitted(qg.DPSGD(steps=5, batch_size=20), folder=folder / "dp-sgd", ledger=folder / "dp-sgd.jsonl")
+    except QuietgradError as error:
+        return str(error)
+    return ""
 
 
 def process(rank: int, home: str, what: str) -> None:
@@ -171,16 +229,26 @@ def process(rank: int, home: str, what: str) -> None:
             out["said"] = str(error)
         torch.save(out, folder / f"{what}-{rank}.pt")
         os._exit(0)  # its peer is gone
+    if what == "killed fit":
+        try:
+            kept_fit(folder, killed_at=2)
+        except QuietgradError as error:
+            out["said"] = str(error)
+        torch.save(out, folder / f"{what}-{rank}.pt")
+        os._exit(0)
     out = {name: fitted(method, seed=7) for name, method in METHODS.items()}
     # One process alone wants to stop: both do.
     out["stopped"] = fitted(
         METHODS["dp-sgd"], seed=7, every=1, stop=lambda progress: rank == 1 and progress.step == 2
     )
     out |= {"verbs": verbs(), "loop": loop(folder), "refusals": refusals()}
+    out |= {"refused folder": refused_folder(folder), "kept fit": kept_fit(folder)}
+    out |= {"kept srm": kept_fit(folder, "dp-srm"), "other sums": other_sums(folder)}
     out |= {"shards": sharded(), "paid shards": sharded(folder), "trainer": trainer(folder)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (folder / "fsdp" / "left").mkdir(parents=True, exist_ok=True)
+        for name in ("left", "trained", "trained on"):
+            (folder / "fsdp" / name).mkdir(parents=True, exist_ok=True)
         out["fsdp"] = in_shards.all_cases(folder / "fsdp")
     torch.save(out, folder / f"{what}-{rank}.pt")
     dist.barrier()
@@ -198,6 +266,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[dic
         one.join(120)
     assert killed.processes[1].exitcode == 9
     said = torch.load(folder / "killed-0.pt")["said"]
+    killed = start.spawn(process, (str(folder), "killed fit"), nprocs=2, join=False)
+    for one in killed.processes:
+        one.join(120)
+    assert killed.processes[1].exitcode == 9
     start.spawn(process, (str(folder), "whole"), nprocs=2)
     return folder, said, [torch.load(folder / f"whole-{rank}.pt") for rank in range(2)]
 
@@ -243,6 +315,39 @@ def test_a_killed_rank_ends_the_other_in_words_and_the_same_call_goes_on(ranks: 
     assert torch.equal(torch.as_tensor(kept.params), first["params"])
 
 
+def test_a_kept_fit_whose_rank_was_killed_goes_on_by_the_same_call(ranks: Ranks) -> None:
+    folder, _, answers = ranks
+    assert "another process of this training is gone" in torch.load(folder / "killed fit-0.pt")["said"]
+    first, second = (answer["kept fit"] for answer in answers)
+    assert first["first"] == second["first"] >= 2  # it did not begin anew
+    assert torch.equal(first["params"], second["params"])
+    assert first["epsilon"] == second["epsilon"] == pytest.approx(4.0, rel=1e-2)
+    kinds = [entry.kind for entry in qg.Ledger(folder / "dp-sgd.jsonl").entries()]
+    assert kinds.count("reserve") == 1
+    assert torch.equal(torch.as_tensor(qg.load(folder / "dp-sgd").params), first["params"])
+    for answer in answers:
+        assert answer["refused folder"]
+    assert "started with another algorithm" in answers[0]["refused folder"]
+
+
+def test_a_kept_fit_of_fresh_records_ends(ranks: Ranks) -> None:
+    first, second = (answer["kept srm"] for answer in ranks[2])
+    assert first["first"] == 0
+    assert torch.equal(first["params"], second["params"])
+    assert first["epsilon"] == second["epsilon"]
+
+
+def test_other_sums_are_of_other_samples_and_every_process_says_what_they_cost(ranks: Ranks) -> None:
+    """Charged as independent, the sample that was released before must not be released again."""
+    folder, _, answers = ranks
+    for answer in (each["other sums"] for each in answers):
+        assert answer["after"][0] != answer["before"][0]
+        assert sorted(answer["after"]) == [0, 1, 2]
+        assert answer["epsilon"] == answers[0]["other sums"]["epsilon"] > 4.5
+    kinds = [entry.kind for entry in qg.Ledger(folder / "others.jsonl").entries()]
+    assert kinds.count("reserve") == 2
+
+
 def test_data_in_shards_are_one_data_set_that_is_paid_for_once(ranks: Ranks) -> None:
     folder, _, answers = ranks
     alone = sharded()
@@ -272,7 +377,7 @@ def test_what_several_processes_cannot_do_is_said(ranks: Ranks) -> None:
     for answer in ranks[2]:
         said = answer["refusals"]
         assert "use a method that releases sums" in said["choose"]
-        assert "qt.PrivateLoop(folder=)" in said["folder"]
+        assert "Give it to every process, or to none" in said["one folder"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -322,6 +427,32 @@ def test_a_kept_loop_of_shards_goes_on_without_them(ranks: Ranks) -> None:
     assert alone["begun"] == 2
     assert torch.equal(alone["start"], left["params"])
     assert alone["epsilon"] == pytest.approx(4.0, rel=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_shards_its_model_and_charges_once(ranks: Ranks, tmp_path: Path) -> None:
+    folder, _, answers = ranks
+    first, second = (answer["fsdp"]["trained"] for answer in answers)
+    alone = in_shards.trained(tmp_path)
+    assert max(first["numbers"], second["numbers"]) < alone["numbers"] == first["numbers"] + second["numbers"]
+    assert torch.equal(first["params"], second["params"])
+    torch.testing.assert_close(first["params"], alone["params"], rtol=1e-4, atol=1e-6)
+    assert first["epsilon"] == second["epsilon"] == alone["epsilon"]
+    kinds = [entry.kind for entry in qg.Ledger(folder / "fsdp" / "trained" / "trainer.jsonl").entries()]
+    assert kinds.count("reserve") == 1
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(folder / "fsdp" / "trained" / "out")
+    assert torch.equal(flat(loaded), first["params"])  # what is saved is whole
+
+
+def test_an_interrupted_trainer_of_shards_goes_on(ranks: Ranks) -> None:
+    folder, _, answers = ranks
+    first, second = (answer["fsdp"]["trained on"] for answer in answers)
+    assert torch.equal(first["params"], second["params"])
+    assert first["steps"] == second["steps"] == 4
+    assert first["epsilon"] == pytest.approx(4.0, rel=1e-2)
+    kinds = [entry.kind for entry in qg.Ledger(folder / "fsdp" / "trained on" / "trainer.jsonl").entries()]
+    assert kinds.count("reserve") == 1
 
 
 def test_what_shards_cannot_do_is_said(ranks: Ranks) -> None:

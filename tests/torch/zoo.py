@@ -7,6 +7,8 @@ model here uses, are declared so that it can be imported. Among the other packag
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -44,17 +46,26 @@ def continued(output: Any, y: Tensor) -> Tensor:
 
 @cache
 def vision() -> Any:
-    """torchvision, or a skip."""
-    place = Path(sys.prefix) / "zoo"
-    if place.is_dir() and str(place) not in sys.path:
-        sys.path.append(str(place))
+    """torchvision, or a skip.
+
+    Its folder is on the path for the import alone: a process that a test starts inherits the path, and there
+    torchvision would lack the operators that are defined here.
+    """
     operators = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             operators.define(schema)  # type: ignore[no-untyped-call]
     vision.operators = operators  # type: ignore[attr-defined]  # they are there as long as it is
-    return pytest.importorskip("torchvision", reason="torchvision is not installed: make setup")
+    place = str(Path(sys.prefix) / "zoo")
+    sys.path.append(place)
+    try:
+        for name in ("timm", "torchvision"):
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+        return pytest.importorskip("torchvision", reason="torchvision is not installed: make setup")
+    finally:
+        sys.path.remove(place)
 
 
 def _images(size: int, count: int) -> tuple[Inputs, Tensor]:

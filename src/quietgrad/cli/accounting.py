@@ -50,8 +50,8 @@ def account(
         )
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
     say_meaning(explain, proof.epsilon, delta)
-    told = {**proof.to_json(), "event": event.to_json()}
-    answer(as_json, told, table=(f"ε = {proof.epsilon:.4g}", _proved(proof, event)))
+    document = {**proof.to_json(), "event": event.to_json()}
+    answer(as_json, document, table=(f"ε = {proof.epsilon:.4g}", _proved(proof, event)))
 
 
 def _proved(proof: ProvedGuarantee, event: Event) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def calibrate(
         event = accounting.sampled_gaussian(noise_multiplier, steps, **sample)
         proof = prove(event, delta=delta, relation=relation)
     numbers = {"noise_multiplier": noise_multiplier, "steps": steps, "batch_size": batch_size}
-    told = {"found": find, **numbers, **proof.to_json(), "target_epsilon": guarantee.epsilon}
+    document = {"found": find, **numbers, **proof.to_json(), "target_epsilon": guarantee.epsilon}
     title = f"{find.replace('-', ' ')} = {numbers[find.replace('-', '_')]:.6g}"
     epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {guarantee.epsilon:g})")
-    answer(as_json, told, table=(title, [epsilon_row, *_proved(proof, event)]))
+    answer(as_json, document, table=(title, [epsilon_row, *_proved(proof, event)]))

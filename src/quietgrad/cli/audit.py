@@ -96,8 +96,8 @@ def _audits(name: str, runs: int | None) -> Iterator[AuditReport]:
         return
     folder = Path(name)
     report = audit_folder(folder, runs)
-    found = {"result": digest_of(folder), **report.to_json()}  # beside the run, where its page shows it
-    write_atomically(folder / AUDIT_FILE, (json.dumps(found, indent=2, default=str) + "\n").encode())
+    document = {"result": digest_of(folder), **report.to_json()}  # beside the run, where its page shows it
+    write_atomically(folder / AUDIT_FILE, (json.dumps(document, indent=2, default=str) + "\n").encode())
     yield report
 
 

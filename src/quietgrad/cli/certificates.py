@@ -47,8 +47,8 @@ def certificate(
     unsigned = "It is not signed: others can check that it is consistent, not who made it (--key signs it)."
     signed = "Signed by {}. Give others the public key by another way than the file."
     by = unsigned if signer is None else signed.format(signer.public)
-    told = {"certificate": str(target), "digest": document.digest, "signature": document.signature}
-    answer(as_json, told, f"certificate: {target}", by)
+    summary = {"certificate": str(target), "digest": document.digest, "signature": document.signature}
+    answer(as_json, summary, f"certificate: {target}", by)
 
 
 verify_app = typer.Typer(add_completion=False)

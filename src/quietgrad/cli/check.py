@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import sanitize
+from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset
 from quietgrad.data.drafting import draft_schema, read_text_cells
 from quietgrad.data.inspection import ColumnRemark, inspect_columns, inspect_ids, inspect_labels, inspect_left_out
@@ -24,6 +27,7 @@ from quietgrad.estimators.holdout import expected_error
 from quietgrad.methods.score_noise import TOO_NOISY
 
 _TABLES = (".csv", ".tsv", ".xlsx", ".parquet", ".pq", ".gz", ".bz2", ".xz")
+_EPSILONS = (0.3, 1.0, 3.0)  # by which uncertainty is told where no ε is chosen yet
 _LARGEST = 100 * 2**20  # bytes of a file that `train` looks at unasked
 _OWNER = (
     "For the owner of the records: this was read without noise. It stands on this terminal alone, and in no file."
@@ -38,11 +42,13 @@ def check(spec: RunSpec) -> None:
 
     It looks at labels, bounds, gaps, ids, rare classes, δ and n, and how uncertain a score would be. It is the
     owner's look at private records: printed to this terminal, stored nowhere, charged to no account. The exit code
-    is 1 if training would be refused.
+    is 1 if training would be refused. Without --epsilon it says how uncertain the model would be by several.
     """
+    unchosen = spec.epsilon is None and not spec.non_private
+    specs = [replace(spec, epsilon=epsilon) for epsilon in _EPSILONS] if unchosen else [spec]
     with usage():
-        spec.check()
-    findings, refused = findings_of(spec)
+        specs[0].check()
+    findings, refused = findings_of(*specs)
     name = "the demo's data" if spec.data is None else Path(spec.data).name
     for finding in sorted(findings, key=lambda finding: not finding.wastes):
         say(f"{'!' if finding.wastes else '·'} {sanitize(finding.about)}: {sanitize(finding.text, most=400)}.")
@@ -54,8 +60,12 @@ def check(spec: RunSpec) -> None:
         raise typer.Exit(1)
 
 
-def findings_of(spec: RunSpec) -> tuple[list[ColumnRemark], str | None]:
-    """Return remarks on the run that ``spec`` describes, and the reason why training would be refused, if any."""
+def findings_of(*specs: RunSpec) -> tuple[list[ColumnRemark], str | None]:
+    """Return remarks on a run, and the reason why training would be refused, if any.
+
+    The runs of ``specs`` differ in ε alone, and none is to be refused that another one allows: the last has most.
+    """
+    spec = specs[-1]
     findings = _of_cells(spec)
     try:
         data = spec.load_data()
@@ -66,11 +76,10 @@ def findings_of(spec: RunSpec) -> tuple[list[ColumnRemark], str | None]:
     findings += inspect_left_out(data.notes)
     if isinstance(data, ScannedData):
         return [*findings, ColumnRemark("file", "it is scanned, so single cells are not looked at here")], None
-    if not any(finding.about in (data.name, "label") for finding in findings) and data.undeclared:
+    if data.undeclared and not any("match no class" in finding.text for finding in findings):
         findings.append(ColumnRemark("label", f"{data.undeclared} labels match no class", True))
-    findings += _constant(data)
-    guarantee = spec.budget()
-    return findings + ([] if guarantee is None else _of_budget(spec, data, guarantee)), None
+    findings += _constant(data, [finding.about for finding in findings if "is the same" in finding.text])
+    return findings + ([] if spec.non_private else _of_budget(specs, data)), None
 
 
 def is_worth_a_check(spec: RunSpec) -> bool:
@@ -102,7 +111,9 @@ def _of_cells(spec: RunSpec) -> list[ColumnRemark]:
     ids = [column.name for column in draft.columns if column.kind == "id" and column.name not in aside[1:]]
     findings += inspect_ids(cells, ids, spec.person)
     if schema is None:
-        named = [column.name for column in draft.columns if column.kind in ("category", "text", "date", "yes/no")]
+        kinds = ("category", "text", "date", "yes/no")
+        named = [column.name for column in draft.columns if column.kind in kinds]
+        named = [name for name in named if not all(map(is_number, cells[name]))]
         if words := [name for name in named if name not in (*aside, label)]:
             text = f"columns of words or dates need a schema: {', '.join(map(sanitize, words[:10]))}"
             findings.append(ColumnRemark("columns", text, True))
@@ -113,18 +124,20 @@ def _label_of(spec: RunSpec, schema: Schema | None) -> str | None:
     return spec.label if schema is None else schema.label
 
 
-def _constant(data: Dataset) -> list[ColumnRemark]:
-    """Features that are the same for all records, which only noise moves."""
+def _constant(data: Dataset, named: Sequence[str]) -> list[ColumnRemark]:
+    """Features that are the same for all records, which only noise moves; without columns named already."""
     if not isinstance(data.X, np.ndarray) or data.feature_names is None or not len(data.X):
         return []
-    same = np.flatnonzero((data.X[0] == data.X).all(axis=0))
+    constant = np.flatnonzero((data.X[0] == data.X).all(axis=0))
+    same = [k for k in constant if data.feature_names[k] not in named]
     names = ", ".join(sanitize(data.feature_names[k]) for k in same[:10])
     text = f"{len(same)} of {data.d} features are the same for all records ({names}): drop the columns"
     return [ColumnRemark("features", text, len(same) > data.d // 10)] if len(same) else []
 
 
-def _of_budget(spec: RunSpec, data: Dataset, guarantee: Budget) -> list[ColumnRemark]:
-    """δ against n, and how uncertain the score and the coefficients will be."""
+def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
+    """δ against n, and how uncertain the score and the coefficients will be, by ε if there are several."""
+    spec = specs[-1]
     n = data.n if data.person is None else len(set(data.person.tolist()))
     unit = "records" if data.person is None else "people"
     findings = []
@@ -133,17 +146,34 @@ def _of_budget(spec: RunSpec, data: Dataset, guarantee: Budget) -> list[ColumnRe
         findings.append(ColumnRemark("δ", text, True))
     elif spec.delta * n > 0.1:
         findings.append(ColumnRemark("δ", f"{spec.delta:g} is close to 1/n = {1.0 / n:.2g}; choose less"))
-    mu = gaussian_mu(guarantee.epsilon, guarantee.delta) / (1 if guarantee.relation is Relation.ADD_REMOVE else 2)
-    # Noise on a mean gradient of √(d + 1) numbers, over the curvature of a feature that fills its range evenly.
-    off = 24.0 * math.sqrt(data.d + 1.0) / (n * mu)
-    text = f"{n} {unit} and {data.d} features at ε = {guarantee.epsilon:.3g}: a coefficient is off by about"
-    findings.append(ColumnRemark("model", f"{text} ± {off:.2g} per range of its feature", off > 5.0))
-    score = spec.budget(of_score=True)
-    if score is not None and data.X_test is not None:
-        held = data.X_test.shape[0] if data.person_test is None else len(set(data.person_test.tolist()))
-        error = expected_error(held, score, classes=0 if data.classes is None else len(data.classes))
-        hopeless = error > TOO_NOISY
-        advice = "; it would not be released. Hold out more, raise --score-share, or leave --holdout out"
-        said = f"of {held} held-out {unit}: its error will be about ± {error:.1g}{advice if hopeless else ''}"
-        findings.append(ColumnRemark("score", said, hopeless))
+    budgets = [budget for one in specs if (budget := one.budget()) is not None]
+    off = [_coefficient_error(n, data.d, budget) for budget in budgets]
+    text = f"{n} {unit} and {data.d} features: a coefficient is off by about {_by_epsilon(specs, off)}"
+    findings.append(ColumnRemark("model", f"{text}, per range of its feature", off[-1] > 5.0))
+    scores = [budget for one in specs if (budget := one.budget(of_score=True)) is not None]
+    if scores and data.X_test is not None:
+        held_out = data.X_test.shape[0] if data.person_test is None else len(set(data.person_test.tolist()))
+        classes = 0 if data.classes is None else len(data.classes)
+        errors = [expected_error(held_out, budget, classes=classes) for budget in scores]
+        text = f"of {held_out} held-out {unit}: its error will be about {_by_epsilon(specs, errors)}"
+        hopeless = [f"{one.epsilon:g}" for one, error in zip(specs, errors, strict=True) if error > TOO_NOISY]
+        if hopeless:
+            where = "" if len(hopeless) == len(specs) else f" at ε = {' and '.join(hopeless)}"
+            text += f"; it would not be released{where}. Hold out more, raise --score-share, or leave --holdout out"
+        findings.append(ColumnRemark("score", text, len(hopeless) == len(specs)))
     return findings
+
+
+def _coefficient_error(n: int, features: int, budget: Budget) -> float:
+    """Noise on a mean gradient of √(d + 1) numbers, over the curvature of a feature that fills its range evenly."""
+    mu = gaussian_mu(budget.epsilon, budget.delta) / (1 if budget.relation is Relation.ADD_REMOVE else 2)
+    return 24.0 * math.sqrt(features + 1.0) / (n * mu)
+
+
+def _by_epsilon(specs: Sequence[RunSpec], errors: Sequence[float]) -> str:
+    """The errors, each with the ε of the whole run.
+
+    >>> _by_epsilon([RunSpec(epsilon=1.0), RunSpec(epsilon=3.0)], [0.5, 0.2])
+    '± 0.5 at ε = 1, ± 0.2 at ε = 3'
+    """
+    return ", ".join(f"± {error:.2g} at ε = {one.epsilon:g}" for one, error in zip(specs, errors, strict=True))

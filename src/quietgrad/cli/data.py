@@ -31,7 +31,7 @@ def list_sets(as_json: Json = False) -> None:
     """List the registered data sets and say which are on this machine."""
     rows = []
     for entry in REGISTRY.values():
-        found = locate(entry.name)
+        located = locate(entry.name)
         carriers = REGISTRY[entry.made_from].sources if entry.made_from else entry.sources
         rows.append(
             {
@@ -41,7 +41,7 @@ def list_sets(as_json: Json = False) -> None:
                 "rows": entry.rows[0],
                 "test_rows": entry.rows[1],
                 "features": entry.features,
-                "available": found is not None,
+                "available": located is not None,
                 "sources": [source.label for source in carriers] or ([] if entry.files else ["scikit-learn"]),
                 "sha256": {f["name"]: [f["sha256"], *f.get("copies", {}).values()] for f in entry.files},
             }
@@ -123,10 +123,10 @@ def fetch(name: Name, as_json: Json = False) -> None:
 @app.command(epilog="Example: quietgrad data path adult")
 def path(name: Name, as_json: Json = False) -> None:
     """Say where a data set's files are, without downloading anything."""
-    found = locate(name)
-    if found is None:
+    located = locate(name)
+    if located is None:
         raise DataError(f"{name} is not on this machine. Run `quietgrad data fetch {name}` or set QUIETGRAD_DATA.")
-    _show(name, {file: str(where) for file, where in found[1].items()}, as_json)
+    _show(name, {file: str(where) for file, where in located[1].items()}, as_json)
 
 
 def _show(name: str, paths: dict[str, str], as_json: bool) -> None:

@@ -67,7 +67,7 @@ def describe(
     frame |= {name: np.array(cells[name], dtype=object) for name in grouped or () if name not in frame}
     ledger = None if spec.ledger is None else Path(spec.ledger)
     assert spec.epsilon is not None
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "epsilon": spec.epsilon, "delta": spec.delta, "relation": spec.relation, "n_public": spec.n_public,
         "account": account_of(file, spec.account, ledger, spec.cap()),
         "person": None if spec.person is None else cells[spec.person],
@@ -75,18 +75,18 @@ def describe(
     if grouped is not None:
         with usage():
             chosen: Any = [name.strip() for name in statistics.split(",")]
-            groups = estimators.describe(frame, schema=declared, by=grouped, statistics=chosen, **asked)
+            groups = estimators.describe(frame, schema=declared, by=grouped, statistics=chosen, **options)
         _write_groups(file.name, groups, output, as_json=as_json, explain=explain)
         return
     with usage():
-        found = estimators.describe(frame, schema=declared, **asked)
-    told, beside = found.to_json(), output.with_suffix(".json")
-    write_atomically(writable(output), _page(file.name, found).encode())
-    write_atomically(beside, (json.dumps(told, indent=1, default=str) + "\n").encode())
-    say_meaning(explain, found.privacy.epsilon, spec.delta, found.privacy.unit)
-    width = max(len(str(row["column"])) for row in found.rows) + 2
-    lines = [f"{sanitize(row['column']):<{width}}{_in_words(row)}" for row in found.rows]
-    answer(as_json, told, *lines, f"privacy: {found.privacy}", f"written: {output}, {beside}")
+        description = estimators.describe(frame, schema=declared, **options)
+    document, beside = description.to_json(), output.with_suffix(".json")
+    write_atomically(writable(output), _page(file.name, description).encode())
+    write_atomically(beside, (json.dumps(document, indent=1, default=str) + "\n").encode())
+    say_meaning(explain, description.privacy.epsilon, spec.delta, description.privacy.unit)
+    width = max(len(str(row["column"])) for row in description.rows) + 2
+    lines = [f"{sanitize(row['column']):<{width}}{_in_words(row)}" for row in description.rows]
+    answer(as_json, document, *lines, f"privacy: {description.privacy}", f"written: {output}, {beside}")
 
 
 def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -118,44 +118,44 @@ def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, 
     return frame, said
 
 
-def _write_groups(file: str, found: GroupedDescription, output: Path, *, as_json: bool, explain: bool) -> None:
+def _write_groups(file: str, groups: GroupedDescription, output: Path, *, as_json: bool, explain: bool) -> None:
     """Write page, CSV and JSON, and say the counts and means of the groups."""
-    told = found.to_json()
-    write_atomically(writable(output), _groups_page(file, found).encode())
-    write_atomically(output.with_suffix(".json"), (json.dumps(told, indent=1) + "\n").encode())
-    found.to_csv(output.with_suffix(".csv"))
-    say_meaning(explain, found.privacy.epsilon, found.privacy.delta, found.privacy.unit)
-    names = {id(row): ", ".join(sanitize(row[name]) for name in found.by) for row in found.rows}
+    document = groups.to_json()
+    write_atomically(writable(output), _groups_page(file, groups).encode())
+    write_atomically(output.with_suffix(".json"), (json.dumps(document, indent=1) + "\n").encode())
+    groups.to_csv(output.with_suffix(".csv"))
+    say_meaning(explain, groups.privacy.epsilon, groups.privacy.delta, groups.privacy.unit)
+    names = {id(row): ", ".join(sanitize(row[name]) for name in groups.by) for row in groups.rows}
     width = max(map(len, names.values())) + 2
     lines = []
-    for row in found.rows:
+    for row in groups.rows:
         if row["statistic"] in ("count", "mean"):
             what = "records" if row["column"] is None else f"{row['statistic']} of {sanitize(row['column'])}"
             lines.append(f"{names[id(row)]:<{width}}{what}: {_number(row['value'])} ({_interval(row)})")
     files = ", ".join(str(output.with_suffix(suffix)) for suffix in (output.suffix, ".csv", ".json"))
-    answer(as_json, told, *lines, f"privacy: {found.privacy}", f"written: {files}")
+    answer(as_json, document, *lines, f"privacy: {groups.privacy}", f"written: {files}")
 
 
-def _groups_page(file: str, found: GroupedDescription) -> str:
+def _groups_page(file: str, groups: GroupedDescription) -> str:
     """One self-contained page: for each statistic of each column a drawing and a table of the groups."""
     sections = []
     for (column, statistic, level), group in itertools.groupby(
-        sorted(found.rows, key=lambda row: [str(row[key] or "") for key in ("column", "statistic", "level")]),
+        sorted(groups.rows, key=lambda row: [str(row[key] or "") for key in ("column", "statistic", "level")]),
         key=lambda row: (row["column"], row["statistic"], row["level"]),
     ):
         rows = list(group)
         words = f"{int(statistic[1:])} % quantile" if statistic[1:].isdigit() else statistic
         title = ("records" if column is None else f"{column}: {words}") + ("" if level is None else f" of {level}")
         drawn = [
-            (", ".join(row[name] for name in found.by), row["value"], row["lower"], row["upper"])
+            (", ".join(row[name] for name in groups.by), row["value"], row["lower"], row["upper"])
             for row in rows
             if row["value"] is not None
         ]
         chart = Intervals(title, drawn, statistic).svg() if len(drawn) <= _MOST_DRAWN else ""
-        shown = [([row[name] for name in found.by], _number(row["value"]), _interval(row)) for row in rows]
+        shown = [([row[name] for name in groups.by], _number(row["value"]), _interval(row)) for row in rows]
         sections.append((title, chart, shown))
     template = page_environment().get_template("groups.html.j2")
-    return template.render(name=file, by=found.by, privacy=found.privacy, sections=sections, version=__version__)
+    return template.render(name=file, by=groups.by, privacy=groups.privacy, sections=sections, version=__version__)
 
 
 def _number(value: float | None) -> str:
@@ -177,19 +177,19 @@ def _in_words(row: Row) -> str:
     return ", ".join(words)
 
 
-def _page(file: str, found: Description) -> str:
+def _page(file: str, description: Description) -> str:
     """One self-contained page: the statement, and for each column its numbers and its histogram."""
     columns = []
-    for row in found.rows:
+    for row in description.rows:
         bars = []
-        for cell in found.histograms[str(row["column"])]:
+        for cell in description.histograms[str(row["column"])]:
             bin, off = str(cell["cell"]), 2.0 * cell["error"]
             if row["kind"] != "category":  # ends of bins in three digits; the JSON has all of them
                 bin = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3g}", bin)
             bars.append((bin, cell["count"], cell["count"] - off, cell["count"] + off))
         columns.append((row["column"], _facts(row), Intervals(str(row["column"]), bars, "records").svg()))
     template = page_environment().get_template("description.html.j2")
-    return template.render(name=file, privacy=found.privacy, columns=columns, version=__version__)
+    return template.render(name=file, privacy=description.privacy, columns=columns, version=__version__)
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:

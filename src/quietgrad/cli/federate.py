@@ -120,20 +120,20 @@ def provision(
     if request is not None and request not in file.members:
         raise typer.BadParameter(f"{request!r} is not one of {', '.join(file.members)}.", param_hint="--request")
     if request is not None and certificate is not None and authority is not None:
-        made = [provisioning.certify(request, out, certificate, authority)]
-        advice = f"send {made[0]} to the organiser: it carries your authority's certificate."
+        written = [provisioning.certify(request, out, certificate, authority)]
+        advice = f"send {written[0]} to the organiser: it carries your authority's certificate."
     elif request is not None:
         secret = passphrase_of(request, new=True) if passphrase else None
-        made = [provisioning.request(request, out, secret=secret)]
+        written = [provisioning.request(request, out, secret=secret)]
         advice = (
-            f"send {made[0]} to the organiser; the answer goes into {out}. If your institution's own authority is "
-            f"to sign, give it {request}.csr.pem first, and this command with --certificate and --authority.\n"
-            "key.pem and identity.key are secret."
+            f"send {written[0]} to the organiser; the answer goes into {out}. If your institution's own "
+            f"authority is to sign, give it {request}.csr.pem first, and this command with --certificate "
+            "and --authority.\nkey.pem and identity.key are secret."
         )
     else:
-        made, advice = _provisioned(file, out, requests or [], passphrase, days, keep_authority_key)
-    told = {"made": [str(path) for path in made], "plan": file.digest}
-    answer(as_json, told, advice, table=(f"keys of {file.name}", [(path.name, str(path)) for path in made]))
+        written, advice = _provisioned(file, out, requests or [], passphrase, days, keep_authority_key)
+    summary = {"made": [str(path) for path in written], "plan": file.digest}
+    answer(as_json, summary, advice, table=(f"keys of {file.name}", [(path.name, str(path)) for path in written]))
 
 
 def _provisioned(
@@ -146,21 +146,21 @@ def _provisioned(
             raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
         sent[name] = path
     secret = passphrase_of(file.name, new=True) if passphrase else None
-    made = provisioning.provision(file.members, out, sent, days=days, secret=secret, keep_authority=keep)
-    own = [name for name in file.members if name not in sent]
+    written = provisioning.provision(file.members, out, sent, days=days, secret=secret, keep_authority=keep)
+    without_request = [name for name in file.members if name not in sent]
     lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
-    if own:
+    if without_request:
         lines.append(
-            f"made here, secret keys included, for {', '.join(own)}: "
+            f"made here, secret keys included, for {', '.join(without_request)}: "
             "hand each folder to its member over a safe channel, and remove it here."
         )
-    if own and secret is not None:
+    if without_request and secret is not None:
         lines.append("tell them the passphrase over another channel.")
     lines.append(f"certificates made here are valid for {days} days.")
     if keep:
         key = out / "authority" / "ca.key"
         lines.append(f"{key} can make certificates of any member that it signs for: lock it away.")
-    return made, "\n".join(lines)
+    return written, "\n".join(lines)
 
 
 @app.command(epilog="Example: quietgrad federate show plan.toml --keys my-keys")
@@ -318,11 +318,11 @@ def job(
 ) -> None:
     """Write the job to submit to an existing FLARE or Flower; it contains no secrets."""
     with usage():
-        made = write_job(read_plan(plan), engine, out)
+        written = write_job(read_plan(plan), engine, out)
     advice = f"every site allows the classes {' and '.join(CLASSES)}; then: nvflare job submit -j {out}"
     if engine != "flare":
         advice = f"every party runs `quietgrad federate party --listen SOCKET`; then: flwr run {out}"
-    rows = [(path.name, str(path)) for path in made]
+    rows = [(path.name, str(path)) for path in written]
     answer(as_json, {"made": [path for _, path in rows]}, advice, table=(f"a job for {engine}", rows))
 
 

@@ -77,14 +77,14 @@ def approval(
     def absolute(path: Path | None) -> str | None:
         return None if path is None else str(path.resolve())
 
-    found = Approved(
+    approved = Approved(
         plan=text, digest=file.digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
         ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, address=address,
         module_text=None if network is None else network.text, start=absolute(start),
     )  # fmt: skip
     with usage():
-        found.check()
-    return found
+        approved.check()
+    return approved
 
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer import Argument, Option
 
-from quietgrad.assurance.report.ledger_page import total_of, write_ledger_page
+from quietgrad.assurance.report.ledger_page import spent_without_account, total_of, write_ledger_page
 from quietgrad.cli.options import Json, RelationName, answer, budget, say, show_json, show_table, usage
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, check_delta
 from quietgrad.core.accounting.events import Event
@@ -51,10 +51,13 @@ def show(
         )
     names = book.accounts() if account is None else (book.name(account),)
     rows = [_account_row(ledger, book, name, delta) for name in names]
+    together = None if account is not None else spent_without_account(ledger, book, delta)
     if as_json:
-        show_json({"file": str(file), "accounts": rows})
+        show_json({"file": str(file), "accounts": rows, "without_account": together})
     elif rows:
         _print_tables(rows)
+        if together is not None:
+            say(sanitize(together))
     else:
         say(f"{file}: nothing was reserved yet.")
 
@@ -151,7 +154,7 @@ def add(
     ledger = Ledger(file)
     # It is charged by now: a total that cannot be proved is said, and no error.
     row = _account_row(ledger, ledger.book(), charged.account, None)
-    told = {
+    summary = {
         "file": str(file), "account": charged.account, "run": charged.run, "epsilon": charged.epsilon,
         "delta": charged.delta, "relation": str(charged.relation), "unit": str(charged.unit),
         "condition": charged.condition, "spent": row["epsilon"],
@@ -159,7 +162,8 @@ def add(
     cost = f"ε={charged.epsilon:.4g} at δ={charged.delta:g} ({charged.relation}, per {charged.unit})"
     total = row["problem"] or f"ε={row['epsilon']:.4g} is spent in all at δ={row['delta']:g} ({row['relation']})."
     answer(
-        as_json, told, sanitize(f"{charged.account}: charged {cost}, conditional: it holds {charged.condition}."),
+        as_json, summary,
+        sanitize(f"{charged.account}: charged {cost}, conditional: it holds {charged.condition}."),
         sanitize(f"{charged.account}: {total}"),
     )  # fmt: skip
 
@@ -234,10 +238,10 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
         return []
     try:
         ledger = Ledger(path)
-        held = ledger.find(str(result.details.get("run")))
-        if held is None:
+        entry = ledger.find(str(result.details.get("run")))
+        if entry is None:
             return []
-        account = held.reservation.account
+        account = entry.reservation.account
         book, unit = ledger.book(), privacy.unit
         runs = book.runs(account, unit)
         spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation, unit=unit).epsilon
@@ -295,16 +299,16 @@ _OLD = 7.0  # days
 def list_keys(as_json: Json = False) -> None:
     """List the keys that wait, since when, and whether the folder of their run is still there."""
     keys = KeyFile.waiting()
-    told = [{**vars(key), "orphaned": key.orphaned} for key in keys]
+    summary = [{**vars(key), "orphaned": key.orphaned} for key in keys]
     if not keys:
-        answer(as_json, told, f"{KeyFile.directory()}: no keys wait here.")
+        answer(as_json, summary, f"{KeyFile.directory()}: no keys wait here.")
         return
     rows = []
     for key in keys:
         state = "its folder is gone" if key.orphaned else key.folder or "its folder was not noted"
         rows.append((key.run, f"{_age(key.since):.1f} days, {state}"))
     advice = "resume or finish these runs, or destroy what has no use: `quietgrad keys destroy RUN`."
-    answer(as_json, told, advice, table=(f"{len(keys)} in {KeyFile.directory()}", rows))
+    answer(as_json, summary, advice, table=(f"{len(keys)} in {KeyFile.directory()}", rows))
 
 
 @keys_app.command(
@@ -342,8 +346,10 @@ def generate(
     from quietgrad.assurance.certificates import new_key  # slow to load, and `train` needs this module
 
     public = new_key(file)
-    told = {"key": str(file), "public": f"{file}.pub", "public_key": public}
-    answer(as_json, told, f"key: {file} (keep it), public half: {file}.pub (give it away)", f"public key: {public}")
+    summary = {"key": str(file), "public": f"{file}.pub", "public_key": public}
+    answer(
+        as_json, summary, f"key: {file} (keep it), public half: {file}.pub (give it away)", f"public key: {public}"
+    )
 
 
 def reminder() -> str | None:

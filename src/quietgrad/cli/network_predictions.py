@@ -67,9 +67,9 @@ def network_predictions(
 
     objective = source_of(folder, facts, module).build()
     objective.write_back(torch.as_tensor(load(folder).params))
-    held = objective.prepare(PartyRecords(records.X, records.y).held)
+    prepared = objective.prepare(PartyRecords(records.X, records.y).held)
     if facts["form"] == "tokens" and facts["classes"] is None:  # a language model predicts the next token
-        losses = _losses(objective, held)
+        losses = _losses(objective, prepared)
         return {"loss": losses}, {"loss": float(losses.mean())}
     outputs = _outputs(objective, records)
     if facts["classes"] is None:
@@ -94,12 +94,12 @@ def format_of(facts: Details) -> RecordFormat:
     )  # fmt: skip
 
 
-def _losses(objective: Any, held: Any) -> npt.NDArray[np.float64]:
+def _losses(objective: Any, prepared: Any) -> npt.NDArray[np.float64]:
     from quietgrad.core.session.queries import Batch
 
     with objective.evaluating():
         losses: npt.NDArray[np.float64] = objective.row_losses(
-            Batch(held, None, bytes(32)), objective.initial(held)
+            Batch(prepared, None, bytes(32)), objective.initial(prepared)
         )
     return losses
 

@@ -80,9 +80,9 @@ def say(text: object, *, err: bool = False, nl: bool = True) -> None:
     typer.echo(sanitize_lines(text), err=err, nl=nl)
 
 
-def say_meaning(asked: bool, epsilon: float | None, delta: float | None, unit: object = "record") -> None:
+def say_meaning(wanted: bool, epsilon: float | None, delta: float | None, unit: object = "record") -> None:
     """If ``--explain`` asks for it, say on stderr what the printed ε and δ mean; nothing of a run without noise."""
-    if asked and epsilon is not None and delta is not None and math.isfinite(epsilon):
+    if wanted and epsilon is not None and delta is not None and math.isfinite(epsilon):
         factor = math.exp(min(epsilon, 700.0))
         say(
             f"ε = {epsilon:.4g}, δ = {delta:g}: one {unit} changes the probability of any outcome by a factor of "

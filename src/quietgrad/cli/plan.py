@@ -47,7 +47,7 @@ def plan(
     cluster: Annotated[str, Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
     noise_multiplier: Annotated[float | None, Option(help="Fix the noise; ε is then what it proves to be.")] = None,
     radius: Annotated[
-        float | None, Option(help="A public bound on how far the model walks: says whether differences pay.")
+        float | None, Option(help="A public bound on how far the model moves, to say whether differences help.")
     ] = None,
     smoothness: Annotated[
         float | None, Option(help="With --radius: M, one record's curvature at most; ¼ for logistic loss.")
@@ -76,18 +76,18 @@ def plan(
         method = algorithm_from(algorithm or "dp-gd", spec.flags, spec.settings)
     if noise_multiplier is not None and epsilon is None:
         epsilon = 1.0  # not used: the noise is fixed, and the ε printed is what it proves
-    asked = budget(epsilon, spec.delta, spec.relation) if method.private else None
+    guarantee = budget(epsilon, spec.delta, spec.relation) if method.private else None
     with usage():
         unit = "person" if people else "record"
-        the_plan = make_plan(method, n=n, budget=asked, noise_multiplier=noise_multiplier, unit=unit,
+        the_plan = make_plan(method, n=n, budget=guarantee, noise_multiplier=noise_multiplier, unit=unit,
                              records_public=records_public)  # fmt: skip
     say_meaning(explain, the_plan.proof.epsilon if the_plan.is_private else None, spec.delta, unit)
     regime = None if radius is None else _regime(method, radius, smoothness)
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
-        proof = None if asked is None else the_plan.proof.to_json()
+        proof = None if guarantee is None else the_plan.proof.to_json()
         more: dict[str, Any] = {} if reading is None else {"scan": reading.to_json()}
-        if asked is not None:
+        if guarantee is not None:
             more["generalization"] = the_plan.generalization
         if regime is not None:
             more["differences"] = regime.to_json()

@@ -34,7 +34,7 @@ from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.sanitize import sanitize
 from quietgrad.core.session.opening import Terms
 from quietgrad.data.address import public
-from quietgrad.data.columns import is_number
+from quietgrad.data.columns import NotNumericError, is_number
 from quietgrad.data.dataset import Dataset
 from quietgrad.estimators.holdout import were_trained_on
 from quietgrad.federation.record_format import PartyRecords
@@ -42,6 +42,7 @@ from quietgrad.methods.result import ledger_of, load, payer_of
 from quietgrad.tables.labels import ClassLabels
 
 Columns: TypeAlias = dict[str, list[object]]
+_SCHEMAS = ".toml", ".json"
 AllowHTTP = Annotated[bool, Option("--allow-http", help="Read an address of plain http.")]
 app = typer.Typer(add_completion=False)
 
@@ -96,36 +97,36 @@ def predict(
         if as_json:
             show_json({"records": count, "scores": {}})
         return
-    found, labels, ids = records_for(folder, data, facts, keep=keep)
+    records, labels, ids = records_for(folder, data, facts, keep=keep)
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
-    answers = model.predict(found.X)
+    answers = model.predict(records.X)
     if names is not None:
         answers = answers.astype(str)
-    said: Columns = {} if found.ids is None else {ids: list(found.ids)}
-    said["prediction"] = answers.tolist()
+    predictions: Columns = {} if records.ids is None else {ids: list(records.ids)}
+    predictions["prediction"] = answers.tolist()
     if names and "predict_proba" in dir(model):
-        chances = model.predict_proba(found.X)
+        chances = model.predict_proba(records.X)
         two = chances.shape[1] == 2
         column = f"probability_of_{names[1]}" if two else "probability"
-        said[column] = np.round(chances[:, 1] if two else chances.max(axis=1), 6).tolist()
+        predictions[column] = np.round(chances[:, 1] if two else chances.max(axis=1), 6).tolist()
     scores: dict[str, float] = {}
     if labels is not None and names is None:
         scores["rmse"] = float(np.sqrt(np.mean((answers - labels) ** 2)))
     elif labels is not None:
         scores["accuracy"] = float(np.mean(ClassLabels.of(model.classes_).agree(answers, labels)))
-    _show(said, scores, len(answers), output, as_json)
+    _show(predictions, scores, len(answers), output, as_json)
 
 
-def _show(said: Columns, scores: dict[str, float], count: int, output: Path | None, as_json: bool) -> None:
+def _show(predictions: Columns, scores: dict[str, float], count: int, output: Path | None, as_json: bool) -> None:
     """Write or print predictions, and the scores on these records."""
     if output is not None:
-        _write(writable(output), said)
+        _write(writable(output), predictions)
         say(f"{count} predictions written to {output}.", err=as_json)
     if as_json:
-        show_json({"records": count, "scores": scores, **({} if output else said)})
+        show_json({"records": count, "scores": scores, **({} if output else predictions)})
         return
     if output is None:
-        say(_csv(said), nl=False)
+        say(_csv(predictions), nl=False)
     for name, value in scores.items():
         say(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
 
@@ -135,16 +136,16 @@ def _predict_by_network(
 ) -> None:
     """Predict with a network that parties trained."""
     if facts["form"] == "table":
-        found, labels, _ = records_for(folder, data, facts)
-        X = found.X if isinstance(found.X, np.ndarray) else found.X.toarray()
+        table, labels, _ = records_for(folder, data, facts)
+        X = table.X if isinstance(table.X, np.ndarray) else table.X.toarray()
         kind = np.float32 if facts["classes"] is None else np.int64
-        records, labelled = PartyRecords(X.astype(np.float32), np.asarray(found.y, kind)), labels is not None
+        records, labelled = PartyRecords(X.astype(np.float32), np.asarray(table.y, kind)), labels is not None
     else:
         records = format_of(facts).load(data, labelled=False)
         labelled = records.labelled
     columns, scores = network_predictions(folder, facts, records, module)
-    said: Columns = {name: column.tolist() for name, column in columns.items()}
-    _show(said, scores if labelled else {}, len(records), output, as_json)
+    predictions: Columns = {name: column.tolist() for name, column in columns.items()}
+    _show(predictions, scores if labelled else {}, len(records), output, as_json)
 
 
 def _facts(folder: Path) -> Details:
@@ -156,7 +157,11 @@ def _facts(folder: Path) -> Details:
 
 
 def _spec_of(folder: Path) -> RunSpec:
-    return RunSpec.load(folder) if (folder / RUN_FILE).exists() else RunSpec()
+    """How the run read its data; of a published model without ``run.json``, what its schema says."""
+    if (folder / RUN_FILE).exists():
+        return RunSpec.load(folder)
+    schema = next((each for suffix in _SCHEMAS if (each := folder / f"schema{suffix}").exists()), None)
+    return RunSpec() if schema is None else RunSpec(schema=str(schema))
 
 
 def records_for(
@@ -166,24 +171,33 @@ def records_for(
     if not Path(data).is_file():
         if person is not None or keep is not None:
             raise DataError(f"{data}: is no file with a column of people's ids.")
-        found, labelled = datasets.load(data), True
-        if found.X_test is not None and found.y_test is not None:
-            found = replace(found, X=found.X_test, y=found.y_test)
+        table, labelled = datasets.load(data), True
+        if table.X_test is not None and table.y_test is not None:
+            table = replace(table, X=table.X_test, y=table.y_test)
     else:
         reading = _reading(folder, data, facts, person, keep)
-        found, labelled, keep = datasets.load(data, **reading), reading["labelled"], reading["keep"]
-        known, given = facts.get("feature_names"), found.feature_names
+        labelled, keep = reading["labelled"], reading["keep"]
+        try:
+            table = datasets.load(data, **reading)
+        except NotNumericError as error:
+            if "schema" in reading or (folder / RUN_FILE).exists():
+                raise
+            raise DataError(
+                f"{data}: columns that are no numbers, and {folder} has no schema.toml, which says what they mean. "
+                "Copy the one of the training into it."
+            ) from error
+        known, given = facts.get("feature_names"), table.feature_names
         if known and given and list(known) != list(given):
             same = "in another order" if sorted(known) == sorted(given) else "with other names"
             raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
-    if found.d != facts["features"]:
-        raise DataError(f"{data}: has {found.d} features, the model was trained on {facts['features']}.")
+    if table.d != facts["features"]:
+        raise DataError(f"{data}: has {table.d} features, the model was trained on {facts['features']}.")
     if facts.get("rows") == "normalize":
-        lengths = linalg.norm(sparse.csr_matrix(found.X), axis=1)
+        lengths = linalg.norm(sparse.csr_matrix(table.X), axis=1)
         factors = facts["row_bound"] / np.where(lengths > 0.0, lengths, 1.0)
-        scaled: Any = sparse.diags(factors) @ found.X
-        found = replace(found, X=scaled)
-    return found, found.targets if labelled else None, str(keep)
+        scaled: Any = sparse.diags(factors) @ table.X
+        table = replace(table, X=scaled)
+    return table, table.targets if labelled else None, str(keep)
 
 
 def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: str | None) -> dict[str, Any]:
@@ -279,19 +293,19 @@ def evaluate(
     model = estimators.from_run(folder)
     ids, labels = None, None
     if is_multi_file(data):
-        asked = RunSpec.load(folder)
-        reading = {**asked.reading, "pair": facts["class_names"], "person": spec.person or asked.person}
-        X: Any = open_scan(data, reading, {**asked.scanning, "allow_http": allow_http}).X
+        trained = RunSpec.load(folder)
+        reading = {**trained.reading, "pair": facts["class_names"], "person": spec.person or trained.person}
+        X: Any = open_scan(data, reading, {**trained.scanning, "allow_http": allow_http}).X
     else:
-        records, found, _ = records_for(folder, data, facts, spec.person)
+        records, truth, _ = records_for(folder, data, facts, spec.person)
         X, ids = records.X, records.person
         if ids is None and model.privacy_.unit == "person":
             raise DataError(
                 f"{data}: has no column of people's ids, and the model was trained by person: name --person."
             )
-        if found is None:
+        if truth is None:
             raise DataError(f"{data}: has no labels to score against.")
-        labels = found
+        labels = truth
         say_undeclared(records)
         if were_trained_on(folder, X, records.y, ids) and not training_people:
             raise DataError(

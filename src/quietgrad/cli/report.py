@@ -52,8 +52,8 @@ def report(
     target = write_page(runs, output or folders[0] / "report.html")
     reasons = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}
     refuted = {folder: list(why) for folder, why in reasons.items() if why}
-    told = {"report": str(target), "runs": [str(folder) for folder in folders], "refuted": refuted}
-    answer(as_json, told, f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
+    summary = {"report": str(target), "runs": [str(folder) for folder in folders], "refuted": refuted}
+    answer(as_json, summary, f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
     if not as_json:
         for folder, why in refuted.items():
             say("\n".join(f"{folder}: {each}" for each in why), err=True)
@@ -149,34 +149,34 @@ def frontier(
     if spec.row_bound is not None:
         table = replace(table, row_bound=spec.row_bound)
     if public:
-        found = _public(table, spec, levels, repeats)
+        curve = _public(table, spec, levels, repeats)
     else:
         _ask(table, spec, levels, score_epsilon, yes=yes, force=force)
         payer = spec.payer(out)
         scored = payer if held_out is None else account_of(spec.test, held_out, spec.ledger_in(out), None)
-        found = _private(table, spec, levels, score_epsilon, (payer, scored))
+        curve = _private(table, spec, levels, score_epsilon, (payer, scored))
     score = "R²" if table.task == "regression" else "accuracy"
-    told = {"data": table.name, "score": score, "delta": spec.delta, "relation": spec.relation, "public": public}
-    told |= found
-    stated = [row for row in found["points"] if row["value"] is not None]  # the others are too noisy to be drawn
+    summary = {"data": table.name, "score": score, "delta": spec.delta, "relation": spec.relation, "public": public}
+    summary |= curve
+    stated = [row for row in curve["points"] if row["value"] is not None]  # the others are too noisy to be drawn
     points = [(row["epsilon"], row["value"]) for row in stated]
     lines = [Series("private", points, tuple(row["error"] for row in stated))]
-    if found["non_private"] is not None:
-        lines.append(Series("without privacy", [(levels[-1], found["non_private"])], level=True))
+    if curve["non_private"] is not None:
+        lines.append(Series("without privacy", [(levels[-1], curve["non_private"])], level=True))
     label = f"ε (δ = {spec.delta:g}, {spec.relation})"
     chart = Lines(f"{table.name}: {score} against ε", lines, label, score, log_x=True)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "frontier.json", (json.dumps(told, indent=1) + "\n").encode())
+    write_atomically(out / "frontier.json", (json.dumps(summary, indent=1) + "\n").encode())
     written = [out / "frontier.json"]
     if chart.svg():
         write_atomically(out / "frontier.svg", to_svg_file(chart).encode())
         written.append(out / "frontier.svg")
     say_meaning(explain, max(levels), spec.delta)
     text = [f"{score:<30}{label}"]
-    text += [f"{score_text(row['value'], row['error']):<30}{row['epsilon']:g}" for row in found["points"]]
-    if found["non_private"] is not None:
-        text.append(f"{found['non_private']:<30.4f}without privacy")
-    answer(as_json, told, *text, found["cost"], f"written: {', '.join(map(str, written))}")
+    text += [f"{score_text(row['value'], row['error']):<30}{row['epsilon']:g}" for row in curve["points"]]
+    if curve["non_private"] is not None:
+        text.append(f"{curve['non_private']:<30.4f}without privacy")
+    answer(as_json, summary, *text, curve["cost"], f"written: {', '.join(map(str, written))}")
 
 
 def _ask(
@@ -200,8 +200,8 @@ def _ask(
                 "many there are with --n-public, or pass --force. Nothing was spent."
             )
     else:
-        held = table.X_test.shape[0] if spec.n_public is None else _HELD_OUT * spec.n_public
-        error = expected_error(held, guarantee, classes=classes)
+        held_out = table.X_test.shape[0] if spec.n_public is None else _HELD_OUT * spec.n_public
+        error = expected_error(held_out, guarantee, classes=classes)
         cost += f"; every point will be uncertain by about ± {error:.1g}"
         if error > _WIDEST and not force:
             raise BudgetError(
@@ -215,14 +215,14 @@ def _ask(
     typer.confirm(f"This costs {cost}. Go on?", abort=True, err=True)
 
 
-def _model(table: Dataset, spec: RunSpec, epsilon: float, **kept: Any) -> Any:
+def _model(table: Dataset, spec: RunSpec, epsilon: float, **settings: Any) -> Any:
     from quietgrad import estimators  # loads scikit-learn
 
-    kept |= {"epsilon": epsilon, "delta": spec.delta, "relation": spec.relation, "row_bound": table.row_bound}
+    settings |= {"epsilon": epsilon, "delta": spec.delta, "relation": spec.relation, "row_bound": table.row_bound}
     if table.task == "regression":
-        return estimators.PrivateHuberRegressor(**kept)
+        return estimators.PrivateHuberRegressor(**settings)
     assert table.class_labels is not None
-    return estimators.PrivateLogisticRegression(classes=table.class_labels.values.tolist(), **kept)
+    return estimators.PrivateLogisticRegression(classes=table.class_labels.values.tolist(), **settings)
 
 
 def _public(table: Dataset, spec: RunSpec, levels: list[float], repeats: int) -> dict[str, Any]:
@@ -272,12 +272,12 @@ def _private(
         noisy = is_too_noisy("r2" if table.task == "regression" else "accuracy", value, error)
         points.append({"epsilon": level, "value": None if noisy else float(value), "error": _finite(error)})
     spent = {str(payer): _spent(payer, spec) for payer in payers}
-    told = ", ".join(
+    summary = ", ".join(
         f"ε = {epsilon:.4g} by {name!r}" if epsilon is not None else f"no common ε by {name!r}"
         for name, epsilon in spent.items()
     )
     drawn = _DRAWN if len(spent) > 1 and spec.relation == "add-remove" else ""
-    cost = f"cost: {told} in all at δ = {spec.delta:g}; no line without privacy, which would cost without end"
+    cost = f"cost: {summary} in all at δ = {spec.delta:g}; no line without privacy, which would cost without end"
     return {"points": points, "non_private": None, "spent": spent, "cost": cost + drawn}
 
 

@@ -79,8 +79,8 @@ def reproduce(
     record, about = chosen.record(), chosen.about()
     tables = tables_of(record)
     if as_json:
-        made = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
-        show_json({**about, **made, "tables": tables})
+        origin = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
+        show_json({**about, **origin, "tables": tables})
         return
     say(about["what"])
     say(f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}")
@@ -165,12 +165,12 @@ def tables_of(record: Record) -> list[Record]:
     }
     if "table" in lists:  # a summary of the other lists
         lists = {"table": lists["table"]}
-    found = []
+    tables_read = []
     for title, rows in lists.items():
         columns = list(dict.fromkeys(k for row in rows for k, v in row.items() if not isinstance(v, dict | list)))
         body = [[row.get(column) for column in columns] for row in rows]
-        found.append({"title": title, "columns": columns, "rows": body})
-    return found
+        tables_read.append({"title": title, "columns": columns, "rows": body})
+    return tables_read
 
 
 def _print(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> None:

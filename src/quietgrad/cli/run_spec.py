@@ -57,6 +57,7 @@ _BY_HAND = (
 )  # fmt: skip
 _FLAG_NAMES = {"settings": "--set", "intercept": "--no-intercept"}
 _LOOSE = Budget(16.0, 1e-5)
+_NOISELESS_STEPS = 128  # the default's 32, with the momentum of a run without noise, end in the midst of a swing
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
@@ -343,7 +344,7 @@ class RunSpec:
             by_hand = key_values(self.settings)  # comes before what is usual
             flags = {key: value for key, value in usual.items() if key not in by_hand} | self.flags
             return algorithm_from(name, flags, self.settings)
-        return for_table(
+        design = for_table(
             n,
             data.d,
             budget=guarantee or _LOOSE,  # without noise, the same design as with next to none
@@ -354,6 +355,7 @@ class RunSpec:
             sparse=sparse.issparse(data.X),
             inference=False,
         )
+        return design if guarantee is not None else replace(design, steps=_NOISELESS_STEPS)
 
     def read_data(self) -> Dataset:
         """Read and check the data, or open what is scanned; nothing is reserved yet, and nothing held out."""
@@ -512,11 +514,11 @@ def algorithm_from(name: str, flags: Options, settings: Sequence[str] | None = N
     return made
 
 
-def _merged(flags: Options, said: Options) -> dict[str, Any]:
+def _merged(flags: Options, pairs: Options) -> dict[str, Any]:
     """Both together; what is given by its flag and by ``--set`` is refused: the two may differ."""
-    for key in flags.keys() & said.keys():
+    for key in flags.keys() & pairs.keys():
         raise ValueError(f"{key!r} is set twice: by its option and by --set.")
-    return {**flags, **said}
+    return {**flags, **pairs}
 
 
 def key_values(settings: Sequence[str] | None) -> dict[str, Any]:

@@ -57,15 +57,15 @@ def score_rows(score: PrivateScore) -> list[tuple[str, str]]:
 
 def metrics_of(score: PrivateScore) -> dict[str, Any]:
     """A private score as the metrics of a result: values, errors, and what always saying one class would score."""
-    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     for name, (value, error) in score.stated.items():
-        found |= {_metric(name): float(value), f"{_metric(name)}_error": float(error)}
+        scores |= {_metric(name): float(value), f"{_metric(name)}_error": float(error)}
     if score.confusion is not None and "accuracy" in score.stated:
         shares = np.asarray(score.confusion).sum(axis=1)
-        found["majority_accuracy"] = float(np.clip(shares.max(), 0.0, 1.0))
+        scores["majority_accuracy"] = float(np.clip(shares.max(), 0.0, 1.0))
     where = f"held-out records, with noise (ε = {score.privacy.epsilon:.4g})"
     noisy = {_metric(name): error for name, error in score.too_noisy.items()}
-    return {**found, "too_noisy": noisy, "private": True, "computed_on": dict.fromkeys(found, where)}
+    return {**scores, "too_noisy": noisy, "private": True, "computed_on": dict.fromkeys(scores, where)}
 
 
 def _metric(name: str) -> str:
@@ -75,8 +75,8 @@ def _metric(name: str) -> str:
 def save_score(score: PrivateScore, folder: Path, people: str) -> None:
     """Write the score beside its run, with the people it is of: "held-out" or "training"."""
     path = score.save(folder)
-    said = {**read_json(path), "people": people}
-    write_atomically(path, (json.dumps(said, indent=1) + "\n").encode())
+    document = {**read_json(path), "people": people}
+    write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def say_undeclared(data: Dataset) -> None:
@@ -106,14 +106,14 @@ def exact_scores(model: Any, data: Dataset) -> dict[str, Any]:
         return {}
     truth, answers = data.targets_test, np.asarray(model.predict(data.X_test))
     if data.class_labels is None:
-        found = {"test_rmse": float(np.sqrt(np.mean((answers - truth) ** 2)))}
+        scores = {"test_rmse": float(np.sqrt(np.mean((answers - truth) ** 2)))}
     else:
         known = ClassLabels.of(model.classes_)
-        found = {"test_accuracy": float(np.mean(known.agree(answers, truth)))}
+        scores = {"test_accuracy": float(np.mean(known.agree(answers, truth)))}
         if hasattr(model, "predict_proba"):
             own = np.take_along_axis(model.predict_proba(data.X_test), known.encode_known(truth)[:, None], axis=1)
-            found["test_loss"] = float(-np.mean(np.log(np.maximum(own, 1e-300))))
-    return {**found, "private": False, "computed_on": dict.fromkeys(found, HELD_OUT)}
+            scores["test_loss"] = float(-np.mean(np.log(np.maximum(own, 1e-300))))
+    return {**scores, "private": False, "computed_on": dict.fromkeys(scores, HELD_OUT)}
 
 
 HELD_OUT = "held-out records, without noise"

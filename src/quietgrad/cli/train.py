@@ -126,10 +126,10 @@ def conclude(spec: RunSpec, out: Path, data: Dataset, result: Result, unscored: 
     if score is not None and not isinstance(score, str):
         save_score(score, out, "held-out")  # names the result that it is of
     if not spec.non_private and spec.ledger_in(out) is None:  # a link in the folder leads to the project's ledger
-        own = out / "ledger.jsonl"
+        link = out / "ledger.jsonl"
         with suppress(OSError):  # on file systems without links the folder just has none
-            own.unlink(missing_ok=True)
-            own.symlink_to(project_path().resolve())
+            link.unlink(missing_ok=True)
+            link.symlink_to(project_path().resolve())
     report_if_possible([out], out / "report.html")
     return result
 
@@ -165,8 +165,8 @@ def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> 
     rows += [("caution", note) for note in privacy.notes if "declare feature_bounds" in note]
     if crowded := clipped_features(result.details):
         why = "they clip it, or are far too wide; correct the schema"
-        said = f"nearly every record lies at one end of the declared bounds of {', '.join(crowded)}: {why}"
-        rows.append(("caution", said))
+        text = f"nearly every record lies at one end of the declared bounds of {', '.join(crowded)}: {why}"
+        rows.append(("caution", text))
     files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
     rows += [("seconds", f"{result.seconds:.2f}"), ("written", files)]
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)

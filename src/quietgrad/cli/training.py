@@ -78,18 +78,18 @@ class Minimization:
         spec, data = self.spec, self.data
         table = data.X if isinstance(data, ScannedData) else (data.X, data.y)
         method = partial(spec.make_algorithm, data)
-        kept: dict[str, Any] = {
+        storage: dict[str, Any] = {
             "folder": out, "checkpoint_seconds": spec.checkpoint_seconds, "person": self.people,
             "combine": spec.combine, "records_per_person": spec.records_per_person,
         }  # fmt: skip
         try:
             with progress_bar(quiet=quiet) as watched:
                 if resumed:
-                    result = resume(self.loss, table, method, callback=watched, **kept)
+                    result = resume(self.loss, table, method, callback=watched, **storage)
                 else:
                     result = minimize(
                         self.loss, table, method, budget=spec.budget(), n_public=spec.n_public,
-                        records_public=spec.records_public, callback=watched, account=spec.payer(out), **kept,
+                        records_public=spec.records_public, callback=watched, account=spec.payer(out), **storage,
                     )  # fmt: skip
         except KeyboardInterrupt:
             say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
@@ -199,33 +199,33 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     guarantee = spec.budget()
     if guarantee is None:
         raise DataError("--model: an estimator is private; leave --non-private out, or --model.")
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "epsilon": guarantee.epsilon, "delta": guarantee.delta, "relation": str(guarantee.relation),
         "account": account, "n_public": spec.n_public, "fit_intercept": spec.intercept,
         "feature_bounds": None if data.feature_bounds is None else list(data.feature_bounds),
         "row_bound": spec.row_bound if data.feature_bounds is None else None,
     }  # fmt: skip
     if data.feature_bounds is None and spec.row_bound is None:
-        given["row_bound"] = data.row_bound
+        settings["row_bound"] = data.row_bound
     if spec.features is not None:  # what is declared of the columns is not about what is made of them
         features = named_features(spec.features, data.d)
-        given |= {"features": features, "feature_bounds": None, "row_bound": spec.row_bound}
+        settings |= {"features": features, "feature_bounds": None, "row_bound": spec.row_bound}
     if regression:
-        given["target_bounds"] = data.label_bounds
+        settings["target_bounds"] = data.label_bounds
     else:
-        given["classes"] = [] if data.class_labels is None else data.class_labels.values.tolist()
+        settings["classes"] = [] if data.class_labels is None else data.class_labels.values.tolist()
     if spec.inference:
-        given["inference"] = True
+        settings["inference"] = True
     if spec.class_weight is not None:
-        given["class_weight"] = _weights(spec.class_weight)
+        settings["class_weight"] = _weights(spec.class_weight)
     if knob and name == "quantile":
-        given["quantile"] = float(knob)
+        settings["quantile"] = float(knob)
     factory = getattr(estimators, kind)
     known = inspect.signature(factory).parameters
     for option in ("inference", "class_weight", "features", "fit_intercept"):
-        if option in given and option not in known and not (option == "fit_intercept" and spec.intercept):
+        if option in settings and option not in known and not (option == "fit_intercept" and spec.intercept):
             raise DataError(f"--{option.replace('_', '-')}: {name} models do not have it.")
-    return factory(**{key: value for key, value in given.items() if key in known})
+    return factory(**{key: value for key, value in settings.items() if key in known})
 
 
 def _weights(text: str) -> Any:

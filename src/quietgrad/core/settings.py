@@ -35,7 +35,10 @@ class Within:
         if self.whole and (not number.is_integer() or number < self.low):
             raise SettingError(f"{{{name}}}: must be a whole number ≥ {self.low}.", **{name: value})
         if not (self.low <= number if self.closed else self.low < number) or not number <= self.high:
-            interval = f"{'[' if self.closed else '('}{self.low:g}, {self.high:g}]"
+            high = f"{self.high:g}"  # 1 − 1e-9 reads "1", which is not in the range
+            interval = (
+                f"{'[' if self.closed else '('}{self.low:g}, {high}{']' if float(high) == self.high else ')'}"
+            )
             raise SettingError(f"{{{name}}}: must be in {interval}.", **{name: value})
 
 
@@ -61,7 +64,7 @@ def check_fields(settings: object) -> None:
     >>> from quietgrad.methods.dp_sgd import DPGD
     >>> DPGD(momentum=1.0)
     Traceback (most recent call last):
-    quietgrad.core.errors.SettingError: momentum=1.0: must be in [0, 1].
+    quietgrad.core.errors.SettingError: momentum=1.0: must be in [0, 1).
     """
     kind: Any = type(settings)
     limits, values = _limits(kind), field_values(settings)

@@ -65,6 +65,14 @@ def zeros_like(a: OwnVector) -> OwnVector:
     return np.zeros(a.shape, a.dtype) if isinstance(a, np.ndarray) else a.new_zeros(a.shape)
 
 
+def zeros_without_memory(a: OwnVector) -> OwnVector:
+    """A zero vector of the same kind, length and type as ``a``, to be read and not written.
+
+    numpy's zeros take memory when they are written, and torch's when they are made.
+    """
+    return np.zeros(a.shape, a.dtype) if isinstance(a, np.ndarray) else a.new_zeros(()).expand(a.shape)
+
+
 def wide_zeros(a: OwnVector) -> OwnVector:
     """A zero vector of the same kind and length as ``a`` that sums are formed in: float64.
 

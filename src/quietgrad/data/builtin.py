@@ -46,7 +46,9 @@ def adult_rows(content: bytes) -> bytes:
 
 
 def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDArray[np.float64]]:
-    """LIBSVM a9a (or a9a.t) rebuilt bit for bit from Adult's text: CSR of ones (n, 123) and labels ±1.
+    """LIBSVM a9a (or a9a.t) rebuilt bit for bit from Adult's text.
+
+    Features are a CSR matrix of ones (n, 123), labels are ±1.
 
     >>> who = b"39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male,"
     >>> X, y = a9a_from_adult(who + b" 2174, 0, 40, United-States, <=50K")

@@ -20,7 +20,8 @@ Range: TypeAlias = tuple[float, float] | None
 MISSING = ("", "NA", "NaN", "nan")
 GAP_WORDS = (
     *MISSING, "na", "N/A", "n/a", "#N/A", "NAN", "null", "Null", "NULL", "nil", "none", "None", "NONE", "-", "--",
-    "–", "—", ".", "..", "?", "missing", "Missing", "unknown", "Unknown",
+    "–", "—", ".", "..", "?", "missing", "Missing", "unknown", "Unknown", "n.a.", "N.A.", "k.A.", "k. A.",
+    "keine Angabe", "unbekannt", "#NV", "#NULL!", "#DIV/0!", "#VALUE!", "#WERT!",
 )  # fmt: skip
 """What people write where a number, a date or a yes or no is missing; a drafted schema lists them."""
 SINCE = date(2000, 1, 1)
@@ -73,7 +74,9 @@ class ColumnKind:
 
 @dataclass(frozen=True)
 class Numeric(ColumnKind):
-    """A numeric column with public bounds: clipped to [low, high], then mapped to [0, 1].
+    """A numeric column with public bounds.
+
+    Values are clipped to [low, high], then mapped to [0, 1].
 
     Without bounds the column keeps its scale. With `log` the map is log(1 + x − low) / log(1 + high − low), for
     heavy tails. `fill` replaces a missing entry; `indicator` gives it the lowest value (0 without bounds) and sets
@@ -130,7 +133,7 @@ class Numeric(ColumnKind):
 
 @dataclass(frozen=True)
 class Categorical(ColumnKind):
-    """A categorical column with a public vocabulary, one-hot encoded in the order given.
+    """A categorical column with a public vocabulary, one-hot encoded in its order.
 
     `drop_first` leaves out the first category's bit. A value outside the vocabulary sets no
     bit: a refusal would tell that a record has one. `indicator` sets a bit for a missing entry.
@@ -164,7 +167,9 @@ class Categorical(ColumnKind):
 
 @dataclass(frozen=True)
 class YesNo(ColumnKind):
-    """A column of yes and no, true and false, or 1 and 0: one feature, 1 for yes. What is neither counts as no.
+    """A column of yes and no, true and false, or 1 and 0.
+
+    It is one feature, 1 for yes. What is neither counts as no.
 
     >>> YesNo(indicator=True).encode("member", ["TRUE", "no", ""]).tolist()
     [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
@@ -188,7 +193,9 @@ def yes_or_no(word: str) -> str:
 
 @dataclass(frozen=True)
 class Date(ColumnKind):
-    """A column of dates: days since a public date (mapped to [0, 1] by bounds), month and weekday, as `parts` say.
+    """A column of dates.
+
+    `parts` chooses days since a public date (mapped to [0, 1] by bounds), month and weekday.
 
     A missing entry sets no bit of month and weekday and takes the first day; `indicator` sets a flag for it.
 

@@ -37,7 +37,9 @@ SPLIT_SEED = 20190
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A table ready for an objective: features, labels, and the public facts a private fit may rely on.
+    """A table ready for an objective.
+
+    It has features, labels, and the public facts that a private fit may rely on.
 
     `X` is a dense array or a scipy CSR matrix of shape (n, d). `y` holds numbers for regression and 0…k−1 for
     classification: codes in the order of this data set's classes, which mean nothing beside other ones. `targets`
@@ -269,13 +271,16 @@ def hold_out(data: Dataset, fraction: float = 0.2) -> Dataset:
 
 
 def split_even(n: int, m: int, seed: int | None = None) -> list[npt.NDArray[np.int64]]:
-    """Deal n rows to m parties whose sizes differ by at most one; shuffled if a seed is given."""
+    """Deal n rows to m parties whose sizes differ by at most one.
+
+    With a seed, rows are shuffled.
+    """
     _check_parties(n, m)
     return np.array_split(_order(n, seed), m)
 
 
 def uneven_sizes(n: int, m: int, u: float) -> list[int]:
-    """m sizes that sum to n, falling geometrically from n_max to n_min with n_max/n_min ≈ u.
+    """m sizes that sum to n and fall geometrically, with n_max/n_min ≈ u.
 
     Size k is proportional to u^(−k/(m−1)); rounding moves the ratio by less than one row per party.
 
@@ -297,13 +302,18 @@ def uneven_sizes(n: int, m: int, u: float) -> list[int]:
 
 
 def split_uneven(n: int, m: int, u: float, seed: int | None = None) -> list[npt.NDArray[np.int64]]:
-    """Deal n rows to m parties of `uneven_sizes(n, m, u)`; shuffled if a seed is given."""
+    """Deal n rows to m parties of `uneven_sizes(n, m, u)`.
+
+    With a seed, rows are shuffled.
+    """
     ends = np.cumsum(uneven_sizes(n, m, u))[:-1]
     return np.split(_order(n, seed), ends)
 
 
 def split_dirichlet(y: npt.ArrayLike, m: int, alpha: float, seed: int) -> list[npt.NDArray[np.int64]]:
-    """Deal each class to m parties by shares drawn from Dirichlet(α): small α makes labels differ by party.
+    """Deal each class to m parties by shares drawn from Dirichlet(α).
+
+    With a small α labels differ by party.
 
     The split looks at labels, so use it to simulate parties, not inside a private run. Every party gets a row.
 

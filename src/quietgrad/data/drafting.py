@@ -21,7 +21,10 @@ from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING,
 from quietgrad.data.file_formats import read_content
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
-_OF_PEOPLE = re.compile(r"(^|[^a-z])(id|uuid|person|patient|customer|client|user|member|subject|household|pupil)$")
+_OF_PEOPLE = re.compile(
+    r"(^|[^a-z])(id|uuid|person|patient|customer|client|user|member|subject|household|pupil|respondent)$"
+)
+_WEIGHTS = re.compile(r"(^|[^a-z])(p|hh|survey)?_?(weight|weights|wgt|wt)$")
 _CODE = re.compile(r"[A-Za-z]{1,4}[-_]?\d{3,12}")
 _MONEY = rf"[+-]?(?:[$€£¥₹]|{CURRENCIES})?\s?[+-]?"
 _UNIT = rf"\s?(?:[$€£¥₹%]|{CURRENCIES})?"
@@ -34,7 +37,7 @@ _FORMATS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
 _FEW = 30  # different whole numbers up to which a label is a class
 _MANY = 200  # different words above which a column is text
 _LONG = 60  # characters
-_GAP_NUMBERS = ("999", "9999", "99999", "-999", "-9999", "99", "-99", "-9", "-1")
+_GAP_NUMBERS = ("999", "9999", "99999", "999999", "9999999", "-999", "-9999", "99", "-99", "-9", "-1")
 """Numbers that stand for a gap where they stand alone, far from all others."""
 _FEWEST_GAPS = 3  # cells with such a number
 
@@ -55,13 +58,16 @@ class DraftColumn:
     """Whether a few cells are no numbers, and count as gaps."""
     gap_number: str = ""
     """The number that stands alone, such as 999, and is taken for a gap."""
+    coded: bool = False
+    """Whether a label's classes are written as whole numbers."""
 
     def lines(self, *, is_label: bool) -> list[str]:
         """The column's part of a schema file, with comments on what to fill in."""
         is_class = is_label and "number" not in self.kind and self.kind != "yes/no"
         lines = [f'kind = "{"category" if is_class else self.kind}"']
         if is_class:
-            lines.append('classes = []  # all class labels, such as ["no", "yes"]: needed')
+            regression = '; or kind = "whole number", and bounds, for a regression' if self.coded else ""
+            lines.append(f'classes = []  # all class labels, such as ["no", "yes"]: needed{regression}')
         elif "number" in self.kind:
             if self.decimal != ".":
                 lines.append(f"decimal = {json.dumps(self.decimal)}")
@@ -184,6 +190,11 @@ def draft_schema(
             problems.append(
                 f"column {column!r} repeats: if it names people, each has several rows. Train with --person "
                 f"{column}, so that ε holds for a person and not for a row"
+            )
+        if "number" in drafted.kind and column != target and _WEIGHTS.search(column.lower()):
+            problems.append(
+                f"column {column!r}: survey weights are no feature. If it holds them, leave it out, and pass it in "
+                "Python as sample_weight with its public max_weight"
             )
         if drafted.lenient:
             problems.append(
@@ -330,11 +341,25 @@ def _are_numbers(cells: Sequence[str]) -> bool:
     return all(is_number(cell) for cell in cells)
 
 
+def _mostly_numbers(cells: Sequence[str], at_most: float) -> tuple[str, str, int] | None:
+    """Decimal mark and separator of thousands by which most cells are numbers, and how many are not.
+
+    ``None`` if more than the share ``at_most`` of the cells are not.
+    """
+    notations = [(".", "", sum(not is_number(cell) for cell in cells))]
+    notations += [
+        (decimal, thousands, sum(not form.fullmatch(cell) for cell in cells))
+        for decimal, thousands, form in _FORMATS
+    ]
+    best = min(notations, key=lambda notation: notation[2])  # the first of equals
+    return best if best[2] <= at_most * len(cells) else None
+
+
 def _strays(cells: Sequence[str]) -> int:
     """How many cells of a column are words, where at least nine in ten of the others are numbers; else 0."""
     filled = [cell for cell in cells if cell not in GAP_WORDS]
-    words = sum(not is_number(cell) for cell in filled)
-    return words if 0 < 10 * words <= len(filled) else 0
+    mostly = _mostly_numbers(filled, 0.1)
+    return 0 if mostly is None else mostly[2]
 
 
 def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
@@ -350,7 +375,7 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
         if not is_label and _is_id(name, filled, words):
             return DraftColumn(name, "id")
         few = is_label and len(words) <= _FEW
-        return DraftColumn(name, "category" if few else "whole number")
+        return DraftColumn(name, "category" if few else "whole number", coded=few)
     if all(is_number(word) for word in words):
         return DraftColumn(name, "number")
     for decimal, thousands, form in _FORMATS:
@@ -362,8 +387,8 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
         return DraftColumn(name, "category")
     if _is_id(name, filled, words):
         return DraftColumn(name, "id")
-    if len(filled) >= 20 and 20 * sum(not is_number(word) for word in filled) <= len(filled):
-        return DraftColumn(name, "number", gaps=True, lenient=True)
+    if len(filled) >= 20 and (mostly := _mostly_numbers(filled, 0.05)) is not None:
+        return DraftColumn(name, "number", gaps=True, decimal=mostly[0], thousands=mostly[1], lenient=True)
     wordy = sum(word.count(" ") for word in words) > 3 * len(words)
     text = len(words) > _MANY or wordy or max(map(len, words)) > _LONG
     return DraftColumn(name, "text" if text else "category")
@@ -372,16 +397,19 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
 def _is_id(name: str, filled: Sequence[str], words: set[str]) -> bool:
     """Whether a column names its rows, or people with several rows each.
 
-    Every cell is another, in a column that is called an id or holds no ordinary numbers or words; or many values
-    repeat, and they are codes such as P0042, or the column is called an id or people.
+    Every cell is another, in a column that is called an id, numbers the rows, or holds no ordinary numbers or
+    words; or many values repeat, and they are codes such as P0042, or the column is called an id or people.
     """
     if len(filled) < 20:
         return False
     if len(words) < len(filled):
         called = _OF_PEOPLE.search(name.lower()) or name.endswith("Id") or all(map(_CODE.fullmatch, words))
         return bool(called) and len(words) > max(20, len(filled) // 50)
-    called = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) or name.endswith("Id")
-    return bool(called) or not any(is_number(word) or " " in word for word in words)
+    of_rows = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) or name.endswith("Id")
+    called = bool(of_rows or _OF_PEOPLE.search(name.lower()))
+    if filled[0] in ("0", "1") and list(filled) == [str(int(filled[0]) + k) for k in range(len(filled))]:
+        return True  # rows are numbered through
+    return called or not any(is_number(word) or " " in word for word in words)
 
 
 def _dates(words: set[str]) -> str:

@@ -44,11 +44,9 @@ def inspect_columns(cells: Table, schema: Schema | None, skip: Sequence[str | No
             continue
         kind = None if schema is None else schema.columns.get(name)
         findings += _gaps(name, column, schema, kind)
-        values = {cell for cell in column if cell not in GAP_WORDS}
-        if len(values) == 1:
-            findings.append(
-                ColumnRemark(name, "every cell is the same: the column tells nothing, and its noise costs", True)
-            )
+        findings += _same(name, column, schema, kind)
+        if isinstance(kind, Numeric) and kind.lenient and schema is not None:
+            findings += _unreadable(name, column, kind, schema)
         if isinstance(kind, Numeric) and kind.bounds is not None:
             findings += _clipped(name, column, kind, schema)
         elif isinstance(kind, Categorical):
@@ -56,17 +54,41 @@ def inspect_columns(cells: Table, schema: Schema | None, skip: Sequence[str | No
     return findings
 
 
+def _gap_words(schema: Schema | None, kind: ColumnKind | None) -> frozenset[str]:
+    """What stands for a gap in a column; ``none`` is a word like others where a vocabulary lists it."""
+    if isinstance(kind, Categorical):
+        return frozenset(MISSING) - frozenset(kind.categories)
+    return frozenset((*GAP_WORDS, *(() if schema is None else schema.missing)))
+
+
+def _same(name: str, column: Sequence[str], schema: Schema | None, kind: ColumnKind | None) -> list[ColumnRemark]:
+    """A column whose filled cells are all the same; where it has gaps, these may still tell something."""
+    values = set(column)
+    filled = values - _gap_words(schema, kind)
+    if not filled and column:
+        return [ColumnRemark(name, "every cell is a gap: the column tells nothing, and its noise costs", True)]
+    if len(filled) > 1 or not column:
+        return []
+    if filled == values:
+        return [ColumnRemark(name, "every cell is the same: the column tells nothing, and its noise costs", True)]
+    flagged = kind is not None and kind.indicator
+    told = "only where its gaps are tells something" if flagged else "a fill makes it constant"
+    return [ColumnRemark(name, f"every cell that is no gap is the same: {told}", not flagged)]
+
+
 def _gaps(name: str, column: Sequence[str], schema: Schema | None, kind: ColumnKind | None) -> list[ColumnRemark]:
     """Gaps of a column by how they are written; spellings that the schema does not list are words to it."""
-    words = Counter(cell for cell in column if cell in GAP_WORDS)
+    gaps = _gap_words(schema, kind)
+    words = Counter(cell for cell in column if cell in gaps)
     if not words or isinstance(kind, Categorical):
         return []
     spelled = ", ".join(f"{count} × {word!r}" for word, count in words.most_common(6))
-    filled = [cell for cell in column if cell not in GAP_WORDS]
+    filled = [cell for cell in column if cell not in gaps]
     if not filled or (kind is None and sum(map(is_number, filled)) < len(filled) / 2):
         return []  # in a column of words, "none" may well be an answer
     known = MISSING if schema is None else schema.missing
-    if strange := [word for word in words if word not in known]:
+    lenient = isinstance(kind, Numeric) and kind.lenient  # every word is a gap
+    if strange := [word for word in words if word not in known and not lenient]:
         unlisted = ", ".join(map(repr, strange[:_SHOWN]))
         return [
             ColumnRemark(name, f"gaps are written {spelled}; list {unlisted} in the schema's missing = [...]", True)
@@ -92,7 +114,7 @@ def _clipped(name: str, column: Sequence[str], kind: Numeric, schema: Schema | N
         why = f"{beyond:.1%} of the cells lie outside of the bounds [{low:g}, {high:g}] and are clipped"
         return [ColumnRemark(name, why, True)]
     used = (float(np.quantile(numbers, 0.99)) - float(np.quantile(numbers, 0.01))) / (high - low)
-    if used < 0.02:
+    if used < 0.02 and numbers.min() < numbers.max():
         why = (
             f"98 % of the cells lie within {used:.2%} of the bounds [{low:g}, {high:g}]; narrower public ones help"
         )
@@ -100,12 +122,27 @@ def _clipped(name: str, column: Sequence[str], kind: Numeric, schema: Schema | N
     return []
 
 
+def _unreadable(name: str, column: Sequence[str], kind: Numeric, schema: Schema) -> list[ColumnRemark]:
+    """Cells that are no numbers and count as gaps, because the schema says so."""
+    gaps = np.isnan(to_numbers(name, column, (), decimal=kind.decimal, thousands=kind.thousands, lenient=True))
+    absent = _gap_words(schema, kind)
+    words = Counter(cell for cell, gap in zip(column, gaps, strict=True) if gap and cell not in absent)
+    if not words:
+        return []
+    text = f"{sum(words.values())} of {len(column)} cells are no numbers and count as gaps ({_some(words)})"
+    return [ColumnRemark(name, text)]
+
+
+def _some(words: Counter[str]) -> str:
+    """The most frequent words with their counts."""
+    return ", ".join(f"{count} × {sanitize(word, most=30)!r}" for word, count in words.most_common(_SHOWN))
+
+
 def _unlisted(name: str, column: Sequence[str], kind: Categorical) -> list[ColumnRemark]:
     others = Counter(cell for cell in column if cell not in kind.categories and cell not in GAP_WORDS)
     if not others:
         return []
-    some = ", ".join(f"{count} × {sanitize(word, most=30)!r}" for word, count in others.most_common(_SHOWN))
-    text = f"{sum(others.values())} of {len(column)} cells are none of the listed categories ({some})"
+    text = f"{sum(others.values())} of {len(column)} cells are none of the listed categories ({_some(others)})"
     return [ColumnRemark(name, f"{text}; they set no feature", sum(others.values()) > _RARE * len(column))]
 
 
@@ -117,8 +154,7 @@ def inspect_labels(label: str, column: Sequence[str], classes: Sequence[object] 
     codes = known.encode(np.array([*column, None], dtype=object)[:-1])
     findings = []
     if strange := Counter(cell for cell, code in zip(column, codes, strict=True) if code < 0):
-        some = ", ".join(f"{count} × {sanitize(word, most=30)!r}" for word, count in strange.most_common(_SHOWN))
-        named = f"{sum(strange.values())} of {len(column)} labels match no class ({some})"
+        named = f"{sum(strange.values())} of {len(column)} labels match no class ({_some(strange)})"
         findings.append(
             ColumnRemark(label, f"{named}; they count as {known.names[0]!r}. Declare or mend them", True)
         )

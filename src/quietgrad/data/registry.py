@@ -104,7 +104,10 @@ def cache_dir() -> Path:
 
 
 def find(name: str) -> dict[str, Path] | None:
-    """Paths of a registered set's files, or None if one is missing; plain, .gz and .bz2 copies count."""
+    """Paths of a registered set's files, or ``None`` if one is missing.
+
+    Plain, .gz and .bz2 copies count.
+    """
     paths: dict[str, Path] = {}
     chosen = os.environ.get("QUIETGRAD_DATA")
     folders = ((Path(chosen),) if chosen else ()) + (cache_dir(),)
@@ -126,7 +129,7 @@ def locate(name: str) -> tuple[DatasetSpec, dict[str, Path]] | None:
 
 
 def fetch(name: str) -> dict[str, Path]:
-    """Make sure a registered set's files are on this machine and right; returns where they are.
+    """Return the paths of a registered set's files, fetched and checked.
 
     Nothing is downloaded if they are found. Else each source is asked in turn; a file enters the cache only
     after its checksum was verified.

@@ -27,7 +27,9 @@ Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 
 @dataclass(frozen=True)
 class Schema:
-    """How a table becomes features and labels; columns that are not listed are left out.
+    """How a table becomes features and labels.
+
+    Columns that are not listed are left out.
 
     `label` names the target; `classes` are its public values, or `label_bounds` its public range for regression
     (found privately without). `label_kind` is "yes/no" where any spelling of the two counts. `names` gives the

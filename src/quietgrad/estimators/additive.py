@@ -206,7 +206,9 @@ class _Additive(PrivateModel):
 
 @dataclass(eq=False, repr=False)
 class PrivateAdditiveClassifier(Classifier, _Additive):
-    """A private additive classifier: the score is a constant plus one smooth function of each feature.
+    """A private additive classifier.
+
+    The score is a constant plus one smooth function of each feature.
 
     Args:
         epsilon: Privacy budget of one fit. Smaller is more private and noisier.
@@ -245,7 +247,9 @@ class PrivateAdditiveClassifier(Classifier, _Additive):
 
 @dataclass(eq=False, repr=False)
 class PrivateAdditiveRegressor(Regressor, _Additive):
-    """A private additive regressor: the prediction is a constant plus one smooth function of each feature.
+    """A private additive regressor.
+
+    The prediction is a constant plus one smooth function of each feature.
 
     Args:
         target_bounds: public (low, high) of the targets; ``None`` finds their range privately or refuses.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.estimators.dates import bounds_in_days, days_since_1970
 from quietgrad.estimators.validation import codes_in, is_frame, listed_by, taken_as_public
@@ -61,11 +62,14 @@ class DescribedColumn:
         return replace(self, edges=first - 0.5 + width * np.arange(math.ceil(numbers / width) + 1.0))
 
     def cells(self, column: Floats) -> Any:
-        """The cell of each value; numbers beyond the edges are in the first or the last bin."""
+        """The cell of each value; numbers beyond the edges are in the first or the last bin.
+
+        A gap in a column that is said to have none is in the first, so that nothing tells of it.
+        """
         if self.values:
             return np.where(column < 0, len(self.values), column).astype(np.int64)
         inner = np.searchsorted(self.edges[1:-1], column, side="right")
-        return np.where(np.isnan(column), len(self.edges) - 1, inner)
+        return np.where(np.isnan(column), len(self.edges) - 1 if self.gaps else 0, inner)
 
 
 def read_columns(
@@ -87,9 +91,6 @@ def read_columns(
         if said.get("kind") in _SKIPPED:
             continue
         column = _column(name, said)
-        typed_kind = getattr(getattr(cells, "dtype", None), "kind", "O")
-        if not column.values and typed_kind not in "iub" and said.get("missing") is not False:
-            column = replace(column, gaps=True)  # by its type it may have gaps, which have a cell of their own
         columns.append(column)
         numbers.append(codes_in(cells, column.values) if column.values else _numbers(column, cells))
     if not columns and not leave:
@@ -100,6 +101,12 @@ def read_columns(
     rows = frame.shape[0] if is_frame(frame) else len(next(iter(frame.values())))
     table = np.column_stack(numbers).astype(np.float64) if numbers else np.zeros((rows, 0))
     return columns, table, notes
+
+
+def refuse_empty(rows: int, relation: Relation) -> None:
+    """Refuse a table without records, where their number is public; where it is a secret, so is that it is zero."""
+    if not rows and relation is Relation.REPLACE_ONE:
+        raise DataError("there are no records to describe. No privacy budget was spent.")
 
 
 def declared_columns(schema: Any) -> dict[str, Mapping[str, Any]] | None:
@@ -132,7 +139,9 @@ def kind_by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
         return {"kind": "date"}
     if getattr(kind, "kind", "O") not in "iuf":
         raise DataError(f"column {name!r} is text: declare its categories in a schema, or leave it out.")
-    return {"kind": "integer" if kind.kind in "iu" else "number"}
+    # An integer type of numpy becomes float with the first gap; one that has gaps of its own stays what it is.
+    whole = kind.kind in "iu" and not isinstance(kind, np.dtype)
+    return {"kind": "integer" if whole else "number"}
 
 
 def _column(name: str, said: Mapping[str, Any]) -> DescribedColumn:
@@ -146,7 +155,8 @@ def _column(name: str, said: Mapping[str, Any]) -> DescribedColumn:
     if kind == "date":
         bounds = bounds_in_days(bounds)
     pair = None if bounds is None or values else checked_bounds(f"schema: column {name!r}", bounds)
-    return DescribedColumn(name, kind, pair, values, gaps=said.get("missing") not in (None, False))
+    # Whatever the type: one gap turns a column of whole numbers into floats, and its cell must not tell of it.
+    return DescribedColumn(name, kind, pair, values, gaps=not values and said.get("missing") is not False)
 
 
 def _numbers(column: DescribedColumn, cells: object) -> Floats:

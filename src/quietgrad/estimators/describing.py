@@ -17,11 +17,10 @@ from typing import Any, ClassVar, TypedDict, Unpack, overload
 import numpy as np
 
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.statement import Privacy, privacy_statement
-from quietgrad.estimators.described_columns import DescribedColumn, read_columns
+from quietgrad.estimators.described_columns import DescribedColumn, read_columns, refuse_empty
 from quietgrad.estimators.grouping import STATISTICS, GroupedDescription, Statistic, describe_groups
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -33,6 +32,7 @@ from quietgrad.methods.range_estimation import Ranges, estimate_box, noise_of
 from quietgrad.tables.losses import Squared
 from quietgrad.tables.privacy_units import survey_weights
 from quietgrad.tables.queries.counts import CellSums, Tabulation
+from quietgrad.tables.scanned import RowBlock
 from quietgrad.tables.table import Array, Floats
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -75,7 +75,10 @@ class Description:
         }
 
     def plot(self, columns: Sequence[str] | None = None) -> Any:
-        """Draw the histograms with bars of two standard errors; returns the matplotlib figure."""
+        """Draw the histograms with bars of two standard errors.
+
+        The matplotlib figure is returned.
+        """
         import matplotlib.pyplot as plt
 
         names = list(self.histograms) if columns is None else [str(name) for name in columns]
@@ -153,7 +156,9 @@ def describe(
     sample_weight: object = None,
     max_weight: float | None = None,
 ) -> Description | GroupedDescription:
-    """Release counts, means, quantiles, histograms and two-way tables within (ε, δ), or statistics by groups.
+    """Release statistics of a table's columns within (ε, δ).
+
+    These are counts, means, quantiles, histograms and two-way tables, or statistics by groups.
 
     Args:
         frame: a data frame, or a mapping of names to columns.
@@ -161,6 +166,7 @@ def describe(
             "bool" | "date", "bounds": [low, high], "categories": [...], "missing": "indicator"}``, a schema of
             :mod:`quietgrad.data`, or the path of one. Columns that it does not list are left out; ``None`` takes
             all columns by their types. Ranges that are not declared are found privately. Dates are days since 1970.
+            ``"missing": False`` says that a column has no gaps; others have a cell for them.
         pairs: pairs of columns to cross; ``None`` crosses all columns if that makes at most 45 tables.
         by: one column or two to group by; the answer is then a :class:`GroupedDescription`. Groups are the
         categories
@@ -184,7 +190,7 @@ def describe(
     (True, 1.0)
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    frame, ids = take_person_column(from_arrow(frame), person)
+    frame, ids = take_person_column(from_arrow(frame, typed=True), person)
     terms = Terms.of(
         budget, account=account, ledger=ledger, cap=cap, note="describe", part=True,
         n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
@@ -196,8 +202,7 @@ def describe(
         return describe_groups(frame, schema, by, statistics, budget, terms, ids, weighing)
     columns, numbers, notes = read_columns(frame, schema)
     rows = len(numbers)
-    if not rows:
-        raise DataError("there are no records to describe.")
+    refuse_empty(rows, budget.relation)
     weights = survey_weights(sample_weight, max_weight, rows)
     whom, largest = PrivacyUnitSpec.of(ids, rows)._replace(weights=weights), max_weight or 1.0
     crossed = _crossed(columns, pairs)
@@ -211,7 +216,7 @@ def describe(
         look = allocate_range_estimation(n, len(columns), budget=budget, feature_bounds=bounds)
         return _Describe(replace(look, whole=True), shares)  # no tail may be cut off: means would miss it
 
-    with opened(whom.asks(Squared()), whom.of_data((plain, np.zeros(rows))), method, terms) as active:
+    with opened(whom.asks(Squared()), whom.of_data(RowBlock(plain, np.zeros(rows))), method, terms) as active:
         session, size = active.session, active.size
         found = estimate_box(active.method.look, session, len(columns), budget.relation)
         # As many bins as let one with an equal part of the records stand out of the noise.

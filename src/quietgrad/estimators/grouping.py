@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
-from quietgrad.core.errors import DataError, TooNoisyError
+from quietgrad.core.errors import TooNoisyError
 from quietgrad.core.files import write_atomically
 from quietgrad.core.noise.k_norm import KNormNoise, LaplacePartitionSelection
 from quietgrad.core.noise.mechanisms import GaussianNoise, GaussianPartitionSelection, PartitionSelection
@@ -33,7 +33,13 @@ from quietgrad.core.plans.slots import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.statement import Privacy, privacy_statement
-from quietgrad.estimators.described_columns import DescribedColumn, declared_columns, kind_by_type, read_columns
+from quietgrad.estimators.described_columns import (
+    DescribedColumn,
+    declared_columns,
+    kind_by_type,
+    read_columns,
+    refuse_empty,
+)
 from quietgrad.estimators.validation import PrivacyUnitSpec, codes_in, is_frame, taken_as_public, warn_declared
 from quietgrad.methods.budget_allocation import allocate_range_estimation
 from quietgrad.methods.noise_intervals import NoiseLaw, quantile_interval, ratio_interval
@@ -42,6 +48,7 @@ from quietgrad.tables.losses import Squared
 from quietgrad.tables.privacy_units import survey_weights
 from quietgrad.tables.queries.counts import CellSums, LabelCounts, LabelSet, Tabulation
 from quietgrad.tables.queries.groups import Grouping, GroupSums
+from quietgrad.tables.scanned import RowBlock
 from quietgrad.tables.table import Floats
 
 Statistic = Literal["count", "sum", "mean", "quantiles", "shares"]
@@ -59,7 +66,9 @@ _BETWEEN = "\x1f"  # stands between the values of two columns; no text file has 
 
 @dataclass(frozen=True)
 class GroupedDescription:
-    """Private statistics by groups. ``rows`` have a statistic of a group each, with its interval of 95 %.
+    """Private statistics by groups.
+
+    ``rows`` have a statistic of a group each, with its interval of 95 %.
 
     ``table`` is a data frame if pandas is installed, else the rows. The last group, "other", has all records of no
     listed group.
@@ -216,8 +225,7 @@ def describe_groups(
     columns, numbers, notes = read_columns(frame, schema, by)
     groups, more = _read_groups(frame, schema, by)
     notes, rows = (*notes, *more), len(numbers)
-    if not rows:
-        raise DataError("there are no records to describe.")
+    refuse_empty(rows, budget.relation)
     whom = PrivacyUnitSpec.of(ids, rows)._replace(weights=survey_weights(*weighing, rows))
     largest = weighing[1] or 1.0
     numeric = [j for j, column in enumerate(columns) if not column.values]
@@ -238,7 +246,7 @@ def describe_groups(
     chosen = min(noises, key=lambda noise: releases(NOMINAL, noise).looseness(budget))
     plain = np.nan_to_num(numbers, nan=0.0) if columns else groups.codes[:, None].astype(np.float64)
     with opened(
-        whom.asks(Squared()), whom.of_data((plain, np.zeros(rows))), lambda n: releases(n, chosen), terms
+        whom.asks(Squared()), whom.of_data(RowBlock(plain, np.zeros(rows))), lambda n: releases(n, chosen), terms
     ) as active:
         session, relation = active.session, budget.relation
         box = estimate_box(active.method.look, session, len(columns), relation) if columns else {}

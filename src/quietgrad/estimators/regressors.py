@@ -153,7 +153,9 @@ class PrivateLinearRegression(PrivateLinearModel, Regressor):
 
 @dataclass(eq=False, repr=False)
 class PrivateQuantileRegressor(PrivateLinearModel, Regressor):
-    """Differentially private linear regression of a quantile: the pinball loss, its corner rounded a little.
+    """Differentially private linear regression of a quantile.
+
+    The loss is the pinball loss with its corner rounded a little.
 
     Args:
         quantile: strictly between 0 and 1; 0.5 is the median.

@@ -31,7 +31,9 @@ _JSON = (bool, int, float, str)
 
 
 def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
-    """Read the fitted estimator of a run that ``quietgrad train`` (or :func:`to_run`) left in ``folder``.
+    """Read the fitted estimator of a run.
+
+    The run is one of ``quietgrad train`` or of :func:`to_run`.
 
     Args:
         folder: of the run.
@@ -108,7 +110,9 @@ def can_be_saved(model: Any) -> bool:
 
 
 def to_run(model: Any, folder: str | Path) -> Path:
-    """Save a fitted estimator so that ``quietgrad predict``, ``evaluate`` and ``report`` can read it.
+    """Save a fitted estimator as a run.
+
+    ``quietgrad predict``, ``evaluate`` and ``report`` read it.
 
     Of an additive model the report shows the functions; it predicts in Python, by :func:`from_run`.
     """

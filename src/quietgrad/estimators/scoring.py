@@ -83,7 +83,10 @@ class PrivateScore:
 
     @property
     def too_noisy(self) -> dict[str, float | None]:
-        """The numbers that noise drowns, by name, with their errors; ``None`` for an error that is not finite."""
+        """The numbers that are smaller than their noise, by name, with their errors.
+
+        ``None`` stands for an error that is not finite.
+        """
         found = {name: _plain(v[1]) for name, v in self._numbers.items() if is_too_noisy(name, *v)}
         if self.confusion_error is not None and is_too_noisy("confusion", 0.0, self.confusion_error):
             found["confusion"] = _plain(self.confusion_error)
@@ -108,7 +111,7 @@ class PrivateScore:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the score beside the run of the model that was scored, where ``quietgrad report`` shows it."""
+        """Write the score into the run's folder, where ``quietgrad report`` shows it."""
         if _digest(load(folder).params) not in self.of:
             raise DataError(f"{folder}: the run is of another model than the one that was scored.")
         target = Path(folder) / "evaluation.json"

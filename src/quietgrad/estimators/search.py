@@ -126,7 +126,9 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         combine: Combine = "mean",
         records_per_person: int | None = None,
     ) -> PrivateSearch:
-        """Search, and keep the best round's model; its cost is reserved before the first round.
+        """Search, and keep the best round's model.
+
+        The cost is reserved before the first round.
 
         With ``person`` (one id per record, or the name of a column) people are held out with all their records.
         """

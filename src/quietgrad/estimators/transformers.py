@@ -72,7 +72,10 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
     _declared_bounds, _column_names = PrivateModel._declared_bounds, PrivateModel._column_names
 
     def fit(self, X: object, y: object = None, *, person: object = None) -> Any:
-        """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
+        """Estimate the ranges that are not declared.
+
+        With ``person``, one id per record, they are those of people.
+        """
         X, person = take_person_column(X, person) if is_scan(X) else (X, person)
         rows = self._checked(X, reset=True)
         budget = self._budget()
@@ -150,7 +153,10 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     _columns: ColumnSchema
 
     def fit(self, X: object, y: object = None) -> PublicOneHot:
-        """Read the columns' names and types; of the records, only that each can be transformed."""
+        """Read the columns' names and types.
+
+        Of the records, only whether each can be transformed is checked.
+        """
         read_table(self, X, self.categories, reset=True)
         return self
 
@@ -202,7 +208,10 @@ class PrivatePipeline(Pipeline):  # type: ignore[misc]
     """
 
     def fit(self, X: object, y: object = None, **params: Any) -> Self:
-        """Fit every step; the warning of steps that learn without privacy comes before anything is charged."""
+        """Fit every step.
+
+        The warning about steps that learn without privacy comes before anything is charged.
+        """
         uncovered = tuple(learning_steps(self))
         for told in uncovered:
             warnings.warn(told, LedgerWarning, stacklevel=2)
@@ -223,7 +232,10 @@ class PrivatePipeline(Pipeline):  # type: ignore[misc]
 
     @property
     def privacy_(self) -> Privacy:
-        """The privacy statement of the last step's fit, which notes what it does not cover."""
+        """The privacy statement of the last step's fit.
+
+        Its notes name what it does not cover.
+        """
         stated: Privacy = self[-1].privacy_
         return stated
 

@@ -71,12 +71,14 @@ def is_frame(X: object) -> TypeGuard[DataFrame]:
     return hasattr(X, "columns")
 
 
-def from_arrow(X: Any) -> Any:
+def from_arrow(X: Any, *, typed: bool = False) -> Any:
     """Columns of any library that hands them over by the Arrow C stream; a frame of pandas.
 
-    Arrays, frames of pandas and of polars stay as they are: scikit-learn knows them.
+    Arrays, frames of pandas and of polars stay as they are: scikit-learn knows them. ``typed`` keeps the types of
+    columns, which do not change with a gap, and takes frames of polars too.
     """
-    if not hasattr(X, "__arrow_c_stream__") or type(X).__module__.partition(".")[0] in ("pandas", "polars"):
+    library = type(X).__module__.partition(".")[0]
+    if not hasattr(X, "__arrow_c_stream__") or library == "pandas" or (library == "polars" and not typed):
         return X
     try:
         import pandas as pd
@@ -94,7 +96,13 @@ def from_arrow(X: Any) -> Any:
         if not pa.types.is_struct(column.type):  # one column: labels, or ids
             plain = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
             return np.asarray(plain.to_numpy(zero_copy_only=False))
-    frame: pd.DataFrame = pa.table(X).to_pandas()
+
+    def nullable(kind: pa.DataType) -> Any:
+        if pa.types.is_integer(kind):
+            return pd.UInt64Dtype() if kind == pa.uint64() else pd.Int64Dtype()
+        return pd.BooleanDtype() if pa.types.is_boolean(kind) else None
+
+    frame: pd.DataFrame = pa.table(X).to_pandas(types_mapper=nullable if typed else None)
     return frame
 
 

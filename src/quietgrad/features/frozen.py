@@ -55,7 +55,9 @@ class PublicFeatures(Protocol):
 
 
 class Frozen:
-    """A public network as a feature map: row of numbers in, row of float32 features out.
+    """A public network as a feature map.
+
+    A row of numbers goes in, a row of float32 features comes out.
 
     Args:
         source: a torch module, which is copied and put into evaluation mode; or the path of an ONNX file, which is
@@ -129,7 +131,10 @@ class Frozen:
         }  # fmt: skip
 
     def save(self, folder: str | Path) -> None:
-        """Write the ONNX file into a run's folder, for predictions; a module's code cannot be kept there."""
+        """Write the ONNX file into a run's folder, for predictions.
+
+        A module's code cannot be saved there.
+        """
         if self.content is not None:
             write_atomically(Path(folder) / ONNX_FILE, self.content)
 

@@ -178,7 +178,9 @@ _PICTURES_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Pictures:
-    """Square pictures in rows of pixels, channel after channel, and how their scattering features are scaled.
+    """Square pictures in rows of pixels, and how their features are scaled.
+
+    Rows hold channel after channel; features are scattering coefficients.
 
     Args:
         size: pixels of a side, a multiple of 4.

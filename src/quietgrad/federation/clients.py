@@ -26,7 +26,9 @@ from quietgrad.tables.table import rows_in
 
 @dataclass(frozen=True, eq=False)
 class Clients(Sequence[Party]):
-    """The clients of one table, told apart by an id per record; a sequence of parties that copies nothing.
+    """The clients of one table, as a sequence of parties that copies nothing.
+
+    An id per record says whose it is.
 
     Args:
         X, y: all records, as in :class:`~quietgrad.federation.planning.Party`.

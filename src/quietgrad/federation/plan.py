@@ -40,7 +40,10 @@ _REACH = 2.0**20  # L2 bound of one party's vector in units of σ: 2^48 grid ste
 
 
 class Shape(NamedTuple):
-    """The public shape of all parties' records; stands in for them where only lengths matter."""
+    """The public shape of all parties' records.
+
+    It stands in for them where only lengths matter.
+    """
 
     dim: int
     features: int = 0
@@ -52,7 +55,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class FederatedPlan(Plan):
-    """A plan for many parties. Build it with :func:`quietgrad.federation.planning.federate`.
+    """A plan for many parties.
+
+    Build it with :func:`quietgrad.federation.planning.federate`.
 
     Settings are those of :func:`~quietgrad.federation.simulation.simulate`, and:
 

@@ -95,7 +95,9 @@ def deal(
     dirichlet: float | None = None,
     seed: int | None = 0,
 ) -> list[Party]:
-    """Split one table among m parties: evenly, with sizes n_max/n_min = ``unevenness``, or with skewed labels.
+    """Split one table among m parties.
+
+    Sizes are even, or n_max/n_min = ``unevenness``, or labels are skewed.
 
     Args:
         unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)

@@ -5,11 +5,13 @@ only when it is drawn answers later then, and a coordinator that watches the clo
 trains in every round, draws when that is over, and answers a fixed time after it was asked. Training that fails, or
 is not over after nine tenths of that time, counts as zeros: a drawn party then takes part less often than stated,
 which costs no privacy. The last tenth is for what comes after the coin: masking zeros takes less time than masking
-an update, so the answer is held until it is sealed and written down.
+an update, so the answer is held until it is sealed and written down. An answer that takes longer leaves late, and
+how late may tell the coin: the party's own log warns of it, in the same words for either coin.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+log = logging.getLogger("quietgrad")
 
 Floats = npt.NDArray[np.float64]
 
@@ -74,7 +78,13 @@ class PublicTime:
         return trained if coin() else zeros
 
     def hold(self) -> None:
-        time.sleep(max(0.0, self._until - time.monotonic()))
+        left = self._until - time.monotonic()
+        if left < 0.0:
+            log.warning(
+                "an answer was not sealed at its public time and leaves late. How late may show the coordinator "
+                "whether this party was drawn: plan with a larger answer_seconds."
+            )
+        time.sleep(max(0.0, left))
 
 
 class AtOnce:

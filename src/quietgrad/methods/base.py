@@ -19,7 +19,7 @@ from quietgrad.core.plans.schedule import Law, Plan, Schedule
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.clipping import FLAT, read_clipping
-from quietgrad.core.session.queries import Asked, Objective, public_loss
+from quietgrad.core.session.queries import Asked, NoRegularizer, Objective, public_loss
 from quietgrad.core.vectors import Vector, copy, subtracted_from, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
 from quietgrad.methods.oracles.base import Estimate, Oracle
@@ -165,7 +165,10 @@ class FirstOrder(Algorithm):
                 state.done = True
                 return state
         state.estimate = self._oracle.estimate(state.estimate, state.params, session)
-        gradient = state.estimate.value + session.regularizer.gradient(state.params)
+        gradient = state.estimate.value
+        assert gradient is not None
+        if type(session.regularizer) is not NoRegularizer:  # of a network's length, adding zeros is not free
+            gradient = gradient + session.regularizer.gradient(state.params)
         size, direction = self.direction(state, gradient)
         state.params = self.project(subtracted_from(state.params, size * direction))
         state.step += 1

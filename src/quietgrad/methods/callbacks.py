@@ -64,7 +64,9 @@ class Progress:
         return math.nan if self.estimate is None else norm(self.estimate)
 
     def stop(self) -> None:
-        """End the run after this step. What led to it may be data, so the whole ε of the plan counts.
+        """End the run after this step.
+
+        What led to it may be data, so the whole ε of the plan counts.
 
         At step 0 it says nothing: the run has not begun.
         """
@@ -153,7 +155,9 @@ class _Log(ABC):
 
 
 class CSVLog(_Log):
-    """Append rows to a CSV file, each at once: an interrupted run leaves all rows but the next.
+    """Appends rows to a CSV file, each at once.
+
+    An interrupted run leaves all rows but the next.
 
     The columns are the step, ε, the norm of the estimate and, with ``metrics``, the scores that the first report
     has; a score of another name that comes later has no column and is left out.

@@ -83,7 +83,10 @@ class DPSGD(FirstOrder):
 
 @dataclass(frozen=True)
 class SGD(DPSGD):
-    """Stochastic gradient descent without clipping or noise: a baseline, **not private**."""
+    """Stochastic gradient descent without noise, a baseline that is **not private**.
+
+    Nothing is clipped.
+    """
 
     clip: Positive = math.inf
 

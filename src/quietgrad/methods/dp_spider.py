@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from quietgrad.core.accounting import events
@@ -55,7 +55,7 @@ from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import LossConstants
-from quietgrad.core.settings import Count, Positive, PositiveFraction, Within
+from quietgrad.core.settings import Count, Positive, PositiveFraction, Within, field_values
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import FirstOrder, Output, State
 from quietgrad.methods.learning_rates import LearningRate, as_rate
@@ -67,7 +67,9 @@ _MOST_STEPS = 10**6  # of theory's settings
 
 @dataclass(frozen=True)
 class DPSpider(FirstOrder):
-    """Variance-reduced descent with separate noise for full gradients and differences (DP-SPIDER).
+    """Variance-reduced descent (DP-SPIDER).
+
+    Full gradients and differences of gradients get separate noise.
 
     θ ← θ − η_t·ĝ, where ĝ is a noisy full gradient every ``period`` steps and gains noisy differences in between.
 
@@ -180,15 +182,11 @@ class DPSpider(FirstOrder):
         return best[1]
 
     def oracle(self) -> SpiderOracle:
-        if self.kappa is not None:
-            return AdaptiveSpider(
-                self.batch_size, self.difference_batch_size or self.batch_size, self.clip, self.smoothness,
-                self.difference_clip, "reuse", self.full_queries, self.kappa, self.split,
-            )  # fmt: skip
-        return Spider(
-            self.period, self.clip, self.smoothness, self.difference_clip, self.split, self.path, self.batch_size,
-            self.difference_batch_size, self.sampling, self.warm_steps, self.warm_share, self.cohorts, self.noise,
-        )  # fmt: skip
+        values = field_values(self)
+        if self.kappa is None:
+            return Spider(**{field.name: values[field.name] for field in fields(Spider)})
+        values.update(regime="reuse", difference_batch_size=self.difference_batch_size or self.batch_size)
+        return AdaptiveSpider(**{field.name: values[field.name] for field in fields(AdaptiveSpider)})
 
     def schedule(self, n_public: int) -> Schedule:
         """``o1`` and ``o2`` with their own multipliers, after the ``warm`` start."""

@@ -155,7 +155,10 @@ class DPSRM(FirstOrder):
 
 @dataclass(frozen=True)
 class STORM(DPSRM):
-    """Recursive momentum without clipping or noise (Cutkosky & Orabona 2019): a baseline, **not private**."""
+    """Recursive momentum without noise, a baseline that is **not private**.
+
+    Nothing is clipped (Cutkosky & Orabona 2019).
+    """
 
     clip: Positive = math.inf
 

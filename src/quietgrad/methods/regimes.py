@@ -17,8 +17,8 @@ from quietgrad.core.settings import Within
 from quietgrad.methods.oracles.spider import split_for
 
 PAYS, LOSES = 10.0, 0.1
-"""Above the first ratio differences won in every measured cell, below the second in none, by two standard errors.
-"""
+"""Of the cells that state a lead, differences won in all above the first ratio and in none below the second, by two
+standard errors."""
 
 
 @dataclass(frozen=True)

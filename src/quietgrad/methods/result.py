@@ -101,7 +101,10 @@ class Result:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``model.safetensors`` and ``result.json`` into ``folder``; :func:`quietgrad.load` reads them."""
+        """Write ``model.safetensors`` and ``result.json`` into ``folder``.
+
+        :func:`quietgrad.load` reads them.
+        """
         from safetensors.numpy import save as to_bytes
 
         path = Path(folder)
@@ -118,7 +121,9 @@ def digest_of(folder: Path) -> str:
 
 
 def load(folder: str | Path) -> Result:
-    """Read a result that :meth:`Result.save` wrote, and prove its ε again from the releases it lists.
+    """Read a result that :meth:`Result.save` wrote, and prove its ε again.
+
+    The proof starts from the releases that the result lists.
 
     A statement that its own events do not prove comes back as not private, with ``privacy.refuted`` saying why;
     ``quietgrad report`` also holds it against the options of the run and its ledger.
@@ -275,8 +280,8 @@ def payer_of(folder: Path) -> Account:
     entry = Ledger(path).find(run) if path.exists() else None
     if entry is None:
         raise LedgerError(
-            f"{folder}: the ledger that paid for this run is not found, so its people cannot be charged again. "
-            "Bring the ledger back to where the run was charged. No privacy budget was spent."
+            f"{folder}: the ledger that this run was charged to is not found, so its people cannot be charged "
+            "again. Restore the ledger at its path. No privacy budget was spent."
         )
     name = entry.reservation.account
     return Account(name, Ledger(path), by_default=True, asked=name)  # the user named neither

@@ -91,8 +91,6 @@ class LinearObjective(BaseObjective, ABC):
 
     silent_batches: ClassVar[bool] = True
     """Sums over index batches raise no warnings, whatever the records hold."""
-    trains_apart: ClassVar[bool] = True
-    """Clients that train together do so as each would alone, bit by bit (:mod:`quietgrad.tables.local_steps`)."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.intercept_scale) and self.intercept_scale > 0.0):

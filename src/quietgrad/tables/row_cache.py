@@ -3,8 +3,9 @@
 The file loses its name as soon as it is made, so that it ends with the process however that ends, and nobody can
 open it. What it holds is encrypted by AES-256 in counter mode under a key that is drawn for this cache and kept in
 memory alone: what a disk keeps of a deleted file tells nothing. Every place of the file is written once, so that no
-part of the key's stream serves twice. A disk that is full ends the file, not the run: what has no room is read
-again from its source, and gives the same numbers.
+part of the key's stream serves twice. A forked process reads what is there and adds nothing: it would write to the
+places that its parent writes to, under the same key. A disk that is full ends the file, not the run: what has no
+room is read again from its source, and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _AES_BLOCK = 16
 
 
 class _Place(NamedTuple):
-    """Where an array lies in the file, and what it is."""
+    """Where a block lies in the file, its size, and dtype and shape of its arrays, one behind the other."""
 
     offset: int
-    dtype: str
-    shape: tuple[int, ...]
+    size: int
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class RowCache:
@@ -45,8 +46,9 @@ class RowCache:
 
     def __init__(self, memory: int) -> None:
         self._left = memory
+        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._blocks: dict[Hashable, list[tuple[npt.NDArray[Any] | _Place, ...]]] = {}
+        self._blocks: dict[Hashable, list[Arrays | _Place]] = {}
         self._key = os.urandom(32)
         self._file: int | None = None
         self._end = 0
@@ -65,8 +67,10 @@ class RowCache:
         """Takes the blocks of ``key``, one at a time; they are there once it is done."""
         return CacheWriter(self, key)
 
-    def _kept(self, block: Arrays) -> tuple[npt.NDArray[Any] | _Place, ...] | None:
-        """The block in memory, or where it lies in the file; ``None`` if there is no room."""
+    def _kept(self, block: Arrays) -> Arrays | _Place | None:
+        """The block in memory, or where it lies in the file; ``None`` if there is no room, or after a fork."""
+        if os.getpid() != self._process:  # and the lock may be held by a thread that was not forked
+            return None
         size = sum(array.nbytes for array in block)
         with self._lock:
             fits = size <= self._left
@@ -77,43 +81,51 @@ class RowCache:
     def get(self, key: Hashable) -> Iterator[Arrays]:
         """The blocks of ``key``, one at a time."""
         for block in self._blocks[key]:
-            yield tuple(each if isinstance(each, np.ndarray) else self._read(each) for each in block)
+            yield self._read(block) if isinstance(block, _Place) else block
 
-    def _written(self, block: Arrays) -> tuple[_Place, ...] | None:
+    def _written(self, block: Arrays) -> _Place | None:
         """Where the arrays of a block are in the file; ``None`` if it has no room."""
-        places = []
-        for array in block:
-            plain = np.ascontiguousarray(array)
-            with self._lock:
-                if self._full:
-                    return None
-                if self._file is None:
-                    self._file = _nameless_file()
-                    weakref.finalize(self, os.close, self._file)
-                offset = self._end
-                self._end += -(-plain.nbytes // _AES_BLOCK) * _AES_BLOCK
-            try:
-                _write_all(self._file, self._crypted(plain.reshape(-1).view(np.uint8), offset), offset)
-            except OSError:  # the disk is full, or forbids files of this size
-                self._full = True
+        parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in block]
+        # Each array begins at a multiple of a cipher block, where every number is aligned.
+        content = _buffer(sum(_padded(len(part)) for part in parts))
+        size = 0
+        for part in parts:
+            content[size : size + len(part)] = part
+            content[size + len(part) : size + _padded(len(part))] = 0
+            size += _padded(len(part))
+        with self._lock:
+            if self._full:
                 return None
-            places.append(_Place(offset, plain.dtype.str, plain.shape))
-        return tuple(places)
+            if self._file is None:
+                self._file = _nameless_file()
+                weakref.finalize(self, os.close, self._file)
+            offset = self._end
+            self._end += size
+        self._crypt(content, size, offset)
+        try:
+            _write_all(self._file, content[:size], offset)
+        except OSError:  # the disk is full, or forbids files of this size
+            self._full = True
+            return None
+        return _Place(offset, size, tuple((array.dtype.str, array.shape) for array in block))
 
-    def _read(self, place: _Place) -> npt.NDArray[Any]:
+    def _read(self, place: _Place) -> Arrays:
         assert self._file is not None
-        size = int(np.prod(place.shape)) * np.dtype(place.dtype).itemsize
-        sealed, done = bytearray(size), 0
-        while done < size:
-            done += os.preadv(self._file, [memoryview(sealed)[done:]], place.offset + done)
-        return self._crypted(sealed, place.offset).view(place.dtype).reshape(place.shape)
+        content, done = _buffer(place.size), 0
+        while done < place.size:
+            done += os.preadv(self._file, [content.data[done : place.size]], place.offset + done)
+        self._crypt(content, place.size, place.offset)
+        arrays, at = [], 0
+        for dtype, shape in place.arrays:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            arrays.append(content[at : at + size].view(dtype).reshape(shape))
+            at += _padded(size)
+        return tuple(arrays)
 
-    def _crypted(self, content: Any, offset: int) -> npt.NDArray[np.uint8]:
-        """The bytes, encrypted or decrypted: the stream of a place is that of its number in the file."""
+    def _crypt(self, content: npt.NDArray[np.uint8], size: int, offset: int) -> None:
+        """Encrypt or decrypt a buffer in place: the stream of a place is that of its number in the file."""
         counter = modes.CTR((offset // _AES_BLOCK).to_bytes(16, "big"))
-        out = np.empty(len(content) + _AES_BLOCK - 1, dtype=np.uint8)
-        Cipher(algorithms.AES(self._key), counter).encryptor().update_into(memoryview(content), out.data)
-        return out[: len(content)]
+        Cipher(algorithms.AES(self._key), counter).encryptor().update_into(content.data[:size], content.data)
 
 
 class CacheWriter:
@@ -121,18 +133,31 @@ class CacheWriter:
 
     def __init__(self, cache: RowCache, key: Hashable) -> None:
         self._cache, self._key = cache, key
-        self._blocks: list[tuple[npt.NDArray[Any] | _Place, ...]] | None = []
+        self._blocks: list[Arrays | _Place] | None = []
 
     def add(self, block: Arrays) -> None:
         """Keep the next block."""
         if self._blocks is not None:
             kept = self._cache._kept(block)
-            self._blocks = None if kept is None else [*self._blocks, kept]
+            if kept is None:
+                self._blocks = None
+            else:
+                self._blocks.append(kept)
 
     def done(self) -> None:
         """All blocks have come: from now on the cache has them."""
         if self._blocks is not None:
             self._cache._blocks[self._key] = self._blocks
+
+
+def _padded(size: int) -> int:
+    """The size, up to a whole number of cipher blocks."""
+    return -(-size // _AES_BLOCK) * _AES_BLOCK
+
+
+def _buffer(size: int) -> npt.NDArray[np.uint8]:
+    """Memory for ``size`` bytes and the block less one that a cipher asks for behind them."""
+    return np.empty(size + _AES_BLOCK - 1, dtype=np.uint8)
 
 
 def _nameless_file() -> int:

@@ -7,7 +7,15 @@ reports how a model is differentiated. :func:`clipped_gradient_sum` and :func:`c
 that all of these rest on.
 """
 
+# ruff: noqa: E402  (the version is checked before parts of torch that depend on it are imported)
+
 from __future__ import annotations
+
+import torch
+
+from quietgrad.torch.tested_versions import require_tested
+
+require_tested(torch.__version__)
 
 from quietgrad.methods.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum, explain

@@ -87,7 +87,9 @@ def clipped_difference_sum(
     person: object = None,
     combine: Combine = "mean",
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name, and the norms of the differences.
+    """Return Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name.
+
+    The norms of the differences come with it.
 
     `previous_params` maps the trainable parameters' names to their values at the previous iterate. Both points see
     the same dropout masks. ``clipping``, ``person`` and ``combine`` as in :func:`clipped_gradient_sum`.
@@ -234,7 +236,9 @@ class Explanation:
 def explain(
     model: nn.Module, batch: tuple[PyTree, PyTree], loss_fn: LossFunction, *, memory_budget: float = 256e6
 ) -> Explanation:
-    """Explain how per-example gradients of each parameter are computed, how long that takes, and what would help.
+    """Explain how per-example gradients of each parameter are computed.
+
+    The text says how long that takes and what would make it faster.
 
     The model is run on synthetic records of the same shapes: the values of ``batch`` are not read. Times are of
     this machine as it is now, without noise and update.

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -27,6 +29,7 @@ from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.base import epsilon_of
 from quietgrad.torch.loops.distributed import is_leader, process_count
 from quietgrad.torch.loops.private_loop import PrivateBatch, PrivateLoop
+from quietgrad.torch.loops.whole_module import is_shard
 from quietgrad.torch.networks.object_kinds import is_installed
 from quietgrad.torch.networks.records import Multiple, Padding, as_padding
 
@@ -34,7 +37,10 @@ _RUN = "private-run-"  # folders of trainings in the output folder
 _PUBLIC = ("epoch", "learning_rate", "step")
 _MINUTE = 60.0
 
-_ALONE = "every process holds the whole model, so that a record's gradient is whole; start it with torchrun alone"
+_WHOLE = (
+    "a record's gradient needs every parameter whole; leave it out, and shard by fsdp if the model is too large"
+)
+_SHARD_IT = "shard the model by fully_shard and train it with qt.PrivateLoop"
 _FLOAT32 = "what is clipped is computed in float32; leave it out"
 # Training arguments that cannot be honoured: the only values that they may have, and why; what to do instead.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -48,9 +54,8 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16": ((False,), _FLOAT32),
     "torch_compile": ((False,), "a compiled model hides its layers; leave it out"),
     "use_liger_kernel": ((False,), "fused kernels have no gradient of one record; leave it out"),
-    "fsdp": (([], "", None), _ALONE),
-    "deepspeed": ((None,), _ALONE),
-    "parallelism_config": ((None,), _ALONE),
+    "deepspeed": ((None,), _WHOLE),
+    "parallelism_config": ((None,), _WHOLE),
 }
 
 
@@ -87,7 +92,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     with one record. What is logged is ``step``, ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run
     times in whole minutes: all else depends on secret samples. Checkpoints are ordinary. Each training is a run in
     a folder ``private-run-…`` of the output; after an interruption ``train(resume_from_checkpoint=True)`` goes on,
-    and nothing is spent twice.
+    and nothing is spent twice. The training argument ``fsdp`` shards the model by ``fully_shard`` where accelerate
+    does, which is on GPUs and the like; version 1, ``cpu_offload`` and ``activation_checkpointing`` are refused.
     """
 
     model: Any
@@ -145,6 +151,42 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             )
         if self.args.n_gpu > 1:
             raise ValueError("DPTrainer trains on one device in each process; start one for each with torchrun.")
+        self._refuse_sharding()
+
+    def _refuse_sharding(self) -> None:
+        """Raise unless the model is whole, or accelerate shards it by ``fully_shard``.
+
+        accelerate's launcher sets these things too, so accelerate's state is asked and not the training arguments.
+        """
+        if self.is_deepspeed_enabled:
+            raise ValueError(f"deepspeed: {_WHOLE}.")
+        if not self.is_fsdp_enabled:
+            if self.args.fsdp:  # accelerate would ignore it without a word
+                raise SettingError(
+                    "{fsdp}: accelerate shards a model on GPUs and the like alone; here every process would hold "
+                    f"it whole. Leave it out, or {_SHARD_IT}.",
+                    fsdp=self.args.fsdp,
+                )
+            if any(is_shard(param) for param in self.model.parameters()):
+                raise ValueError(
+                    "model: it is in shards already, and accelerate does not know of it. Give it whole, with "
+                    f"fsdp=True in the training arguments, or {_SHARD_IT}."
+                )
+            return
+        plugin = self.accelerator.state.fsdp_plugin
+        if self.is_fsdp_xla_enabled or plugin.fsdp_version != 2:
+            raise ValueError(
+                "fsdp: version 1 and XLA's keep parameters as parts of one flat vector, where a record's gradient "
+                "has no layers. Use version 2 (fully_shard), the default."
+            )
+        unable = {
+            "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "activation_checkpointing": bool(plugin.activation_checkpointing),
+            "mixed_precision": plugin.mixed_precision_policy is not None,
+        }
+        for name, is_set in unable.items():
+            if is_set:
+                raise ValueError(f"fsdp, {name}: DPTrainer cannot honour it together with fsdp; leave it out.")
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -154,6 +196,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
         settings = self._settled()
+        if self.is_fsdp_enabled:
+            # Before the loop is made, which takes parameters as the optimizer will hold them. The Trainer finds the
+            # model sharded and leaves it so.
+            self.model = self.model_wrapped = fsdp2_prepare_model(self.accelerator, self.model)
         if self._begun is not None and checkpoint is not None:
             self._begun.let_go()  # it goes on below
         elif self._begun is not None:

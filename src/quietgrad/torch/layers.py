@@ -37,7 +37,9 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> 
 
 
 class ModuleValidator:
-    """Opacus's checks of a module, by name. Recurrent layers and attention are fine here as they are.
+    """Opacus' checks of a module, under its names.
+
+    Recurrent layers and attention need no replacement here.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
     >>> ModuleValidator.is_valid(model), ModuleValidator.fix(model)[1].num_groups

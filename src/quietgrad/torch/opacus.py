@@ -77,7 +77,9 @@ def make_private_with_epsilon(
     max_grad_norm: float,
     **settings: Any,
 ) -> Any:
-    """Make a module, optimizer and loader private for ``epochs`` epochs at ``target_epsilon``.
+    """Make a module, optimizer and loader private at ``target_epsilon``.
+
+    The noise is calibrated for ``epochs`` epochs.
 
     What differs from Opacus: the whole cost is charged to a ledger before the first batch; batches are secret
     Poisson samples; with ``criterion=`` a fourth value comes back and ε holds without a condition. Without
@@ -291,14 +293,17 @@ class PrivacyEngine:
         )
 
     def get_epsilon(self, delta: float) -> float:
-        """ε of all samples of this engine's loops, as if of the same people; a ledger knows what others spent."""
+        """ε of all samples of this engine's loops, as if of the same people.
+
+        A ledger also counts what other programs spent.
+        """
         if not self.accountant.loops:
             raise RuntimeError("get_epsilon: nothing was made private yet; call make_private first.")
         return self.accountant.get_epsilon(delta)
 
     @property
     def condition(self) -> str | None:
-        """The clause under which :meth:`get_epsilon` holds; ``None``: it holds without one."""
+        """The condition under which :meth:`get_epsilon` holds, or ``None``."""
         found = (loop.condition for loop in self.accountant.loops)
         return next((condition for condition in found if condition is not None), None)
 

@@ -9,32 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quietgrad import methods
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.plans.counting import NOMINAL
-from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
 from quietgrad.core.session.kept import read_run
-from quietgrad.core.session.opening import Terms, opened
+from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Regularizer
 from quietgrad.methods.base import Algorithm
-from quietgrad.methods.callbacks import Callback, Progress, begin, together
-from quietgrad.methods.minimizing import check_people, how_people_count, progress_bar
-from quietgrad.methods.minimizing import run as run_method
+from quietgrad.methods.callbacks import Callback, Progress, together
+from quietgrad.methods.minimizing import check_people, progress_bar
 from quietgrad.methods.result import Result
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
-from quietgrad.torch.loops.distributed import (
-    SharedCurator,
-    any_of_us,
-    is_distributed,
-    is_leader,
-    shared_terms,
-    unwrapped,
-)
+from quietgrad.torch.loops.distributed import any_of_us, is_distributed, is_leader, unwrapped
+from quietgrad.torch.loops.shared_fit import SharedFit
 from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.loops.whole_module import WholeModule
 from quietgrad.torch.networks.module import ModuleObjective
@@ -122,7 +113,8 @@ def fit(
             before anything is reserved.
         stop: stop(progress) → whether to stop early. It may see private scores, so the whole ε is charged.
         progress: Shows steps and ε spent on a terminal.
-        folder: Keeps checkpoints here, so that :func:`resume` can continue after an interruption.
+        folder: Keeps checkpoints here, so that :func:`resume` can continue after an interruption. On several
+            processes the same call goes on as well, as torchrun repeats it; the leading process (rank 0) keeps it.
         checkpoint_seconds: Least time between two checkpoints.
         micro_batch: Examples per pass; a larger sample takes several passes.
         memory_budget: Bytes of per-example gradients kept at a time.
@@ -168,16 +160,14 @@ def fit(
                     noise_multiplier=noise_multiplier,
                 )
         if is_distributed():
-            if folder is not None:
-                raise ValueError(
-                    "folder: qt.fit on several processes is not kept. Leave folder out, or use "
-                    "qt.PrivateLoop(folder=)."
-                )
             terms = Terms.of(
                 budget, account=account, ledger=ledger, cap=cap, seed=seed, n_public=n_public,
                 records_public=records_public, noise_multiplier=noise_multiplier,
             )  # fmt: skip
-            return _together(run, algorithm, shared_terms(terms), callback)
+            shared = SharedFit(
+                run.objective, run.examples, algorithm, callback, folder, checkpoint_seconds=checkpoint_seconds
+            )
+            return shared.fit(terms, account=account, ledger=ledger)
         return methods.minimize(
             run.objective, run.examples, algorithm, budget=budget, ledger=ledger, account=account, cap=cap,
             n_public=n_public, records_public=records_public, seed=seed, folder=folder, callback=callback,
@@ -201,7 +191,9 @@ def resume(
     clipping: ClippingName | Clipping | None = None,
     **settings: Any,
 ) -> Result:
-    """Continue an interrupted :func:`fit` with the same arguments and ``folder``; see :func:`quietgrad.resume`.
+    """Continue an interrupted :func:`fit` with the same arguments and ``folder``.
+
+    See :func:`quietgrad.resume`.
 
     ``settings`` are those of :func:`fit` that the folder does not hold: ``person``, ``combine``,
     ``records_per_person``, ``views``, ``regularizer``, ``evaluate``, ``every``, ``callbacks``, ``stop``,
@@ -215,7 +207,10 @@ def resume(
 
     def resume_run(callback: Callback) -> Result:
         if is_distributed():
-            raise ValueError("qt.resume goes on in one process; on several use qt.PrivateLoop(folder=).")
+            shared = SharedFit(
+                run.objective, run.examples, algorithm, callback, folder, checkpoint_seconds=checkpoint_seconds
+            )
+            return shared.resume(ledger=ledger, account=account, cap=cap)
         _, state = read_run(folder)
         if len(state.params) != run.examples.dim:
             raise DataError(
@@ -242,31 +237,6 @@ def _with_clipping(algorithm: Algorithm, clipping: ClippingName | Clipping | Non
     read_clipping(clipping)
     clipped: Algorithm = dataclasses.replace(method, clipping=clipping)
     return clipped
-
-
-def _together(run: _Training, algorithm: Algorithm, terms: Terms, callback: Callback) -> Result:
-    """The same run on several processes, each of which sums its share of every sample."""
-
-    def first(method: Algorithm, x0: Tensor) -> None:
-        begin(callback, method.schedule(NOMINAL).releases, x0, private=terms.budget is not None)
-
-    def check(method: Algorithm, plan: Plan, x0: Tensor) -> None:
-        verbs = {slot.mechanism.verb for slot in plan.schedule.slots}
-        if verbs != {"release"} or plan.schedule.composition == "filter":
-            raise ValueError(
-                f"{method.name}: chooses among candidates, or how much to spend, by exact numbers that no single "
-                "process has. On several processes use a method that releases sums, such as DPSGD, DPAdam or DPSRM."
-            )
-        method.check_run(run.objective, plan, x0)
-
-    with opened(
-        run.objective, run.examples, algorithm, terms, curator=SharedCurator, notes=how_people_count(run.objective),
-        first=first, check=check,
-    ) as active:  # fmt: skip
-        return run_method(
-            active.method, active.session, active.start, callback=callback, kept=None, account=str(terms.account),
-            notes=active.notes,
-        )  # fmt: skip
 
 
 class _Training:

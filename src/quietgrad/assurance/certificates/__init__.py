@@ -9,7 +9,7 @@ could have made all of it up. A signed one also shows who vouches for the releas
 from __future__ import annotations
 
 from quietgrad.assurance.certificates.charging import charge_claim
-from quietgrad.assurance.certificates.checking import Finding, Verdict, check
+from quietgrad.assurance.certificates.checking import Verdict, check
 from quietgrad.assurance.certificates.document import (
     PrivacyCertificate,
     SigningKey,
@@ -19,6 +19,7 @@ from quietgrad.assurance.certificates.document import (
     read,
     schema,
 )
+from quietgrad.assurance.certificates.stated_claim import Finding
 
 __all__ = [
     "Finding",

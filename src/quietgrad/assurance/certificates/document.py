@@ -228,8 +228,8 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     lines = _lines(result, book, whole=whole_ledger)
     if ledger is not None and lines is None:
         raise DataError(
-            f"{ledger}: has no line that names this run (it was paid for elsewhere), so it "
-            "cannot go into a certificate; leave the ledger out."
+            f"{ledger}: has no entry of this run, which was charged to another ledger, so it "
+            "cannot go into a certificate. Leave the ledger out, or name the one that was charged."
         )
     privacy = result.privacy
     if result.details.get("parts", {}).get("count", 1) > 1:

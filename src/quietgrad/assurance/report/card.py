@@ -167,14 +167,14 @@ def _guarantee(run: ReportedRun) -> Section:
     return Section("Privacy guarantee", tuple(words), tuple(rows))
 
 
-def _scores(found: Evaluation | None) -> Section:
-    title = f"Scores on {'held-out' if found is None else found.people} people"
-    if found is None or found.refuted or not found.privacy.is_private:
+def _scores(evaluation: Evaluation | None) -> Section:
+    title = f"Scores on {'held-out' if evaluation is None else evaluation.people} people"
+    if evaluation is None or evaluation.refuted or not evaluation.privacy.is_private:
         return Section(title, (
             "No private score stands beside this run. Exact scores are data about the held-out people and are left "
             "out. `quietgrad evaluate RUN DATA --epsilon 0.3` releases private ones.",))  # fmt: skip
-    text = f"Released with noise: {found.privacy}. ± is one standard error of noise and sampling together."
-    return Section(title, (text,), tuple(found.numbers))
+    text = f"Released with noise: {evaluation.privacy}. ± is one standard error of noise and sampling together."
+    return Section(title, (text,), tuple(evaluation.numbers))
 
 
 def _metadata(run: ReportedRun) -> dict[str, Any]:

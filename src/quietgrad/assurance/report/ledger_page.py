@@ -24,7 +24,7 @@ from quietgrad.core.accounting.events import Event
 from quietgrad.core.errors import UnprovableError
 from quietgrad.core.files import read_json, write_atomically
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.ledger.state import LedgerState, ReservationState, compose_events, run_of
+from quietgrad.core.ledger.state import DEFAULT, LedgerState, ReservationState, compose_events, run_of
 
 COUNTED_TOTAL = (
     "some runs were planned from a private count of their records. The total is that of the counts that came out; "
@@ -76,6 +76,19 @@ def total_of(ledger: Ledger, book: LedgerState, name: str, delta: float | None =
         " and ".join(book.units(name)) or None, book.conditions(name),
         (COUNTED_TOTAL,) if book.counted_runs(name) else (), cap,
     )  # fmt: skip
+
+
+def spent_without_account(ledger: Ledger, book: LedgerState, delta: float | None = None) -> str | None:
+    """The cost of the tables without a named account, were they about the same people; ``None`` below two."""
+    tables = book.without_account()
+    if len(tables) < 2:
+        return None
+    total = total_of(ledger, book, DEFAULT, delta)
+    cost = total.problem or f"ε = {total.epsilon:.4g} at δ = {total.delta:g} ({total.relation})."
+    return (
+        f"{len(tables)} tables have no named account, and each is counted apart. If they are about the same "
+        f"people, all their runs together cost: {cost}"
+    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,7 @@ def render_ledger(ledger: Ledger, links: Mapping[str, Mapping[str, str]]) -> str
         since=entries[0].time[:10] if entries else "",
         until=entries[-1].time[:10] if entries else "",
         views=views,
+        together=spent_without_account(ledger, book),
         runs=sum(len(view.runs) for view in views),
         longest=longest,
         version=__version__,

@@ -106,6 +106,11 @@ class ReportedRun:
         ]
 
     @property
+    def seconds(self) -> int:
+        """How long the run took, in whole seconds: finer times depend on the sizes of secret samples."""
+        return math.ceil(self.result.seconds)
+
+    @property
     def config(self) -> list[tuple[str, str]]:
         """The public settings, as text."""
         return [(key.replace("_", " "), _plain(value)) for key, value in self.result.config.items()]
@@ -125,7 +130,7 @@ class ReportedRun:
         rows += [(label, _plain(found[key])) for key, label in _SECOND_ORDER.items() if key in found]
         if "generalization" in found:
             rows += [("a loss in [0, 1] on new records differs by at most", f"{found['generalization']:.3g}")]
-        rows += [("stopped by", self.result.stopped_by), ("seconds", f"{math.ceil(self.result.seconds)}")]
+        rows += [("stopped by", self.result.stopped_by), ("seconds", f"{self.seconds}")]
         return rows
 
 
@@ -185,12 +190,14 @@ def render(runs: Sequence[ReportedRun]) -> str:
     with boundary(f"{', '.join(run.name for run in runs)}: {_NOT_SHOWN}"):
         scores = [metric for run in runs for metric in run.metrics]
         better = [metric for metric in scores if metric[2] != "private records"]  # worth a column, if there are any
+        charts = _charts(runs)
         return page.render(
             runs=runs,
             metrics=list(dict.fromkeys(label for label, _, _ in better or scores)),
             scored=any(run.score is not None for run in runs),
             exact=any(how != WITH_NOISE for _, _, how in scores),
-            charts=[(chart.title, chart.svg(), caption) for chart, caption in _charts(runs) if chart.svg()],
+            charts=[(chart.title, chart.svg(), caption) for chart, caption in charts if chart.svg()],
+            drawn=sorted({place for chart, _ in charts for place in chart.drawn}),  # a run may have no curve
             guarantees=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
             assumptions=assumptions(run.result.privacy for run in runs),
             not_covered=NOT_COVERED,

@@ -359,7 +359,9 @@ def calibrate(
     relation: str | Relation = DEFAULT_RELATION,
     **sampled: Unpack[Sampled],
 ) -> float:
-    """Return the least noise multiplier with which ``steps`` Gaussian releases are (ε, δ)-DP.
+    """Return the least noise multiplier for which ``steps`` releases are (ε, δ)-DP.
+
+    The releases are Gaussian.
 
     Args:
         epsilon, delta, relation: the guarantee.

@@ -49,7 +49,7 @@ class Account:
             durable, and this run alone is stated.
         cap: a budget the account as a whole may not exceed; needs a ledger.
         by_default: no ledger was named, so the project's pays.
-        note: what a statement says of a run that no ledger pays for.
+        note: what a statement says of how the run adds up to others.
         asked: the name that the user gave, where lines stand under another.
         table: the keyed fingerprint of the table, or the file whose fingerprint stands for it.
     """
@@ -101,8 +101,9 @@ class Account:
         if not self.by_default:
             return replace(self, table=table)
         table = table or fingerprint(contents())
-        name = unnamed(table) if canonical_account_name(self.name) in NAMELESS else self.name
-        return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
+        if canonical_account_name(self.name) not in NAMELESS:
+            return replace(self, ledger=ledger, asked=self.name, table=table)
+        return replace(self, ledger=ledger, name=unnamed(table), asked=self.name, table=table, note=_NO_ACCOUNT)
 
     def check(self, cost: Cost) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``cost``; writes nothing."""
@@ -144,7 +145,7 @@ class Account:
                 )
             except LedgerError as error:
                 raise _unusable(error) if self.by_default else error from None
-        return Charge(cost.event, ledger, reservation)
+        return Charge(cost.event, ledger, reservation, note=self.note)
 
     def reopen(self, cost: Cost | None, *, run: str) -> Charge | None:
         """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
@@ -163,7 +164,7 @@ class Account:
                 f"run {run!r}: its entry in the ledger is for another plan or account. Resume it with the plan "
                 "and the account that it was started with, or start a new run."
             )
-        return Charge(cost.event, ledger, reserved, paid=held.state != "open", booked=held.counts)
+        return Charge(cost.event, ledger, reserved, paid=held.state != "open", booked=held.counts, note=self.note)
 
     def epochs(self, run: str) -> tuple[str, ...]:
         """The nonces of all epochs that ``run`` was charged for, even if its transcript has lost some."""
@@ -176,7 +177,7 @@ class Account:
         """How often the ledger knows ``run`` to have been opened; ``LedgerError`` if there is no ledger."""
         ledger = self.open()
         if ledger is None:
-            raise LedgerError("a run can be resumed only with the ledger that pays for it. Start a new run.")
+            raise LedgerError("a run can be resumed only with the ledger it is charged to. Start a new run.")
         return ledger.openings(run)
 
     def resume(self, run: str) -> None:
@@ -255,7 +256,9 @@ class Charge:
     def part(self, event: events.Event, budget: Budget | None) -> Charge:
         """Charge one round of the search that this entry pays for; refused if the round costs more."""
         if self.closed:
-            raise BudgetError("the search that paid for this round is closed. Fit outside of it, at its own cost.")
+            raise BudgetError(
+                "the search that this round was charged with is closed. Fit outside it, at a cost of its own."
+            )
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
         try:
             pays = (
@@ -280,6 +283,10 @@ class Charge:
             self.ledger.cancel(self.reservation.id, reason=reason)
 
 
+_NO_ACCOUNT = (
+    "no account was named: this run adds up to runs on the very same table alone. A sorted, cleaned or shortened "
+    "copy has an account of its own; pass account=NAME for the people in all of them"
+)
 _IN_MEMORY = "there is no project ledger and none could be made, so this run is not added to others"
 
 

@@ -98,7 +98,7 @@ class Ledger:
         unit: str | PrivacyUnit = "record",
         condition: str | None = None,
     ) -> Reservation:
-        """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
+        """Write the whole cost of ``event`` to the disk, before anything is released.
 
         With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
         are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
@@ -149,7 +149,10 @@ class Ledger:
         return Reservation.from_body(body)
 
     def check_cap(self, account: str, cost: Cost, *, cap: Budget | None = None) -> None:
-        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``cost``; writes and reserves nothing."""
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``cost``.
+
+        Nothing is written or reserved.
+        """
         _check_charge(self.book(), check_account_name(account), cost, cap)
 
     def close(
@@ -195,7 +198,10 @@ class Ledger:
         return counts
 
     def cancel(self, reservation_id: str, *, reason: str) -> None:
-        """Give a whole reservation back: right only if nothing at all was released under it."""
+        """Give a whole reservation back.
+
+        This is right only if nothing at all was released under it.
+        """
         with self._chain.writing() as writer:
             held = self._held(writer.entries, reservation_id)
             if held.state == "closed":
@@ -203,7 +209,9 @@ class Ledger:
             writer.append("cancel", {"id": reservation_id, "reason": reason}, time=held.time)
 
     def set_condition(self, reservation_id: str, condition: str) -> Reservation:
-        """Say from now on that a reservation's ε holds under ``condition``; a reservation has one at most.
+        """State from now on that a reservation's ε holds under ``condition``.
+
+        A reservation has one condition at most.
 
         For a run that learns of it on the way. Open or closed: what ε rests on may come last.
         """
@@ -216,7 +224,9 @@ class Ledger:
         return known.under(condition)
 
     def resume(self, run: str) -> int:
-        """Write down that ``run``, which has an entry here, is opened again; how often it was by now.
+        """Record that ``run`` is opened again, and return how often it was by now.
+
+        The run has an entry in this ledger.
 
         What a run keeps of itself carries this number, so that an older copy of it contradicts the ledger.
         """
@@ -228,19 +238,28 @@ class Ledger:
         return number
 
     def certify(self, run: str, digest: str) -> None:
-        """Write down the digest of a certificate of ``run``, once: from then on the head holds it fast."""
+        """Record the digest of a certificate of ``run``, once.
+
+        From then on the head of the ledger covers it.
+        """
         body = {"run": run, "digest": digest}
         with self._chain.writing() as writer:
             if not any(entry.kind == "certificate" and entry.body == body for entry in writer.entries):
                 writer.append("certificate", body)
 
     def openings(self, run: str) -> int:
-        """How often ``run`` was opened: 0 without an entry, 1 from its reservation on, one more by each resume."""
+        """How often ``run`` was opened.
+
+        0 without an entry, 1 from its reservation on, and one more by each resume.
+        """
         return self.book().openings.get(run, 0)
 
     @property
     def id(self) -> str:
-        """The ledger's identifier, the same wherever its file is moved; a file that is not there yet is begun."""
+        """The ledger's identifier, the same wherever its file is moved.
+
+        A file that does not exist yet is created.
+        """
         entries = self.entries()
         if not entries:
             with self._chain.writing() as writer:  # makes the first line
@@ -248,7 +267,10 @@ class Ledger:
         return str(entries[0].body["id"])
 
     def set_cap(self, account: str, budget: Budget) -> None:
-        """Bound the account's total from now on; the newest cap counts, the old ones stay on record."""
+        """Bound the account's total from now on.
+
+        The newest cap counts, and the old ones stay on record.
+        """
         account = check_account_name(account)
         with self._chain.writing() as writer:
             shown = self._book(writer.entries).name(account)
@@ -257,7 +279,10 @@ class Ledger:
             )
 
     def adopt(self, *, reason: str) -> None:
-        """Accept a file whose head is missing or disagrees, on the user's word that its end is not cut."""
+        """Accept a file whose head is missing or disagrees.
+
+        It rests on the user's word that the end of the file is not cut.
+        """
         if not self.path.exists():
             raise LedgerError(f"{self.path}: there is no ledger to adopt.")
         with self._chain.writing(adopt=True) as writer:
@@ -267,7 +292,9 @@ class Ledger:
     def spent(
         self, account: str, *, delta: float, relation: str | Relation, unit: PrivacyUnit | None = None
     ) -> ProvedGuarantee:
-        """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged.
+        """Prove what all entries of ``account`` together cost.
+
+        Open entries count in full, closed ones as charged.
 
         ``unit`` asks for the entries about that privacy unit alone; without it all must be about one.
         Runs planned under replace-one have no cost under add-remove (``UnprovableError``): they publish n, and
@@ -287,7 +314,9 @@ class Ledger:
         return self.book().cap(account)
 
     def find(self, run: str) -> ReservationState | None:
-        """Find the entry of ``run``: its newest open reservation, else its newest closed one, else None.
+        """Find the entry of ``run``.
+
+        It is the newest open reservation, else the newest closed one, else ``None``.
 
         Look at ``state`` before releasing anything under it: a closed one is booked. ``reservation.event`` is what
         was reserved, ``counts`` what is charged, ``fingerprint`` the table it was for.
@@ -295,7 +324,10 @@ class Ledger:
         return self.book().find(run)
 
     def head(self) -> str:
-        """A short text to keep elsewhere: :meth:`verify` tells by it a ledger that was restored from a backup."""
+        """A short digest of the ledger to keep elsewhere.
+
+        With it :meth:`verify` detects a ledger that was restored from a backup.
+        """
         entries = self.entries()
         if not entries:
             raise LedgerError(f"{self.path}: nothing is written yet, so there is no head to keep.")
@@ -313,7 +345,9 @@ class Ledger:
         return LedgerState().fold(self.entries(), self.path)  # not the writers', which a thread may be changing
 
     def verify(self, head: str | None = None) -> VerifyReport:
-        """Check every line, the chain, the head and the sense of it all; never raises for what it finds.
+        """Check every line, the chain, the head and what the entries say.
+
+        Problems are returned, never raised.
 
         With ``head``, an earlier :meth:`head`, also that this ledger is that one or a continuation of it.
         """
@@ -375,7 +409,8 @@ def _check_charge(book: LedgerState, account: str, cost: Cost, cap: Budget | Non
         other = others[0]
         raise BudgetError(
             f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "
-            f"not add up. Run it by {other} too, or name another account; nothing was reserved."
+            f"not add up. Nothing was reserved. Run it by {other} too, or name another account and state both "
+            f"totals: what {account!r} spent still counts for the same people."
         )
     given = [] if cap is None else [(account, cap)]
     for capped, bound in dict.fromkeys([*book.bounds(account), *given]):

@@ -267,6 +267,10 @@ class LedgerState:
         """All accounts with a reservation or a cap, in the order in which they appeared, as first spelled."""
         return tuple(self.names.values())
 
+    def without_account(self) -> tuple[str, ...]:
+        """The tables for which no account was named, each of which has an account of its own."""
+        return tuple(name for name in self.accounts() if is_unnamed(name))
+
     def name(self, account: str) -> str:
         """How the account is shown: as it was first spelled."""
         return self.names.get(canonical_account_name(account), account)

@@ -36,7 +36,9 @@ __all__ = ["Composition", "Law", "Plan", "Schedule", "Slot", "calibrate_plan", "
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, a budget, and the noise that meets it: all public, made without data.
+    """A schedule, a budget, and the noise that meets it, all public.
+
+    It is made without data.
 
     ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
     slot whose relative noise is 1.
@@ -88,7 +90,10 @@ class Plan:
 
     @property
     def declared(self) -> str:
-        """The declared public number of people's records, in words; empty if none was declared."""
+        """The declared public number of people's records, in words.
+
+        Empty if none was declared.
+        """
         if self.records_public is None:
             return ""
         if self.counted is not None:
@@ -97,7 +102,9 @@ class Plan:
 
     @property
     def delta_caution(self) -> str | None:
-        """A warning to print before the plan is paid for if its δ is not below 1/n; ``None`` if it is below.
+        """A warning if the plan's δ is not below 1/n, else ``None``.
+
+        It is printed before the plan is charged.
 
         n is declared, public or counted privately, never the secret number itself.
 
@@ -110,14 +117,20 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A digest of what decides samples and noise: the slots, how they compose, n and the noise multiplier."""
+        """A digest of what decides samples and noise.
+
+        These are the slots, how they compose, n and the noise multiplier.
+        """
         slots = [slot.to_json() for slot in self.schedule.slots]
         decides = [slots, self.schedule.composition, self.n_public, self.noise_multiplier]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @property
     def variance_factor(self) -> float:
-        """Variance of the noise in a sum ÷ that of a trusted curator; above 1 only where parties add noise."""
+        """Variance of the noise in a sum ÷ that of a trusted curator.
+
+        It is above 1 only where parties add noise.
+        """
         return 1.0
 
     @property
@@ -132,12 +145,18 @@ class Plan:
 
     @property
     def cost(self) -> Cost | None:
-        """The cost that the ledger is charged for the plan's session; ``None`` for a run without noise."""
+        """The cost that the ledger is charged for the plan's session.
+
+        ``None`` for a run without noise.
+        """
         return None if self.budget is None else Cost.of(self.event, self.budget, self.unit, self.condition)
 
     @property
     def total(self) -> events.Event:
-        """The event of the whole run: the count, if there was one, and then the plan's own releases."""
+        """The event of the whole run.
+
+        It is the private count, if there was one, and then the plan's own releases.
+        """
         return self.with_count(self.event)
 
     def with_count(self, event: events.Event) -> events.Event:
@@ -206,7 +225,10 @@ class Plan:
         return account(self.total, delta=delta, relation=self.budget.relation)
 
     def epsilon_after(self, counts: Mapping[str, int]) -> float:
-        """The ε of the first ``counts`` releases of each slot, at the budget's δ; never above the plan's."""
+        """The ε of the first ``counts`` releases of each slot, at the budget's δ.
+
+        It is never above the plan's.
+        """
         if not any(counts.values()):
             return 0.0 if self.counted is None else self.epsilon()  # the count was made
         if any(slot.law is not None for slot in self.schedule.slots):
@@ -232,12 +254,18 @@ class Plan:
         return [*curve, (total, self.epsilon())]
 
     def epsilon_by(self, releases: int) -> float:
-        """ε of the curve's next point at or after ``releases``: never less than what they cost."""
+        """ε of the curve's next point at or after ``releases``.
+
+        It is never less than what they cost.
+        """
         at = bisect_left(self.epsilon_curve, releases, key=lambda point: point[0])
         return self.epsilon_curve[min(at, len(self.epsilon_curve) - 1)][1]
 
     def curve_of(self, epsilon: float | None) -> list[tuple[int, float]] | None:
-        """The curve of a run that states ``epsilon``; ``None`` for one that was charged again and is above it."""
+        """The curve of a run that states ``epsilon``.
+
+        ``None`` for a run that was charged again and is above it.
+        """
         whole = self.budget is None or epsilon is None or epsilon <= self.epsilon() * (1 + 1e-9)
         return self.epsilon_curve if whole else None
 
@@ -318,7 +346,9 @@ class Plan:
         return f"<div>{html_facts(f'{self.algorithm} on {self.counts}', rows)}</div>"
 
     def explain(self, bounds: Iterable[object] = ()) -> str:
-        """Return in words what will be released, what each release reveals, and which proof gives its cost.
+        """Return in words what will be released and what it costs.
+
+        The text says what each release reveals and which proof gives its cost.
 
         ``bounds`` are printed below: what theorems say of the run (:mod:`quietgrad.methods.theorems`).
         """

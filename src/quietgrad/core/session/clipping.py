@@ -1,15 +1,16 @@
 """Clipping rules: how the vector of one record, or of one person, is brought to a length of at most C.
 
 A rule is a frozen, public object. It maps the norm of a vector to the vector's scale factor, and it may split the
-parameters into groups that are scaled separately. It sees norms only and keeps no state.
+parameters into groups that are scaled separately. It sees norms only.
 
 The bound does not depend on the rule. :func:`scale_factors` limits every factor to C_k/‖v_k‖. The bounds C_k of
 groups are normalised weights times C, so that ΣC_k² = C² for any weights. A rule that is not one of those here is
-asked about one vector at a time, so that no record's factor follows from another's norm.
+asked about one vector at a time, by a new copy each time, so that no record's factor follows from another's norm.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -200,14 +201,25 @@ def group_bounds(weights: Sequence[float], clip: float) -> list[float]:
 
 
 def _factors(rule: Clipping, norms: Norms, clip: Any) -> Norms:
-    """The rule's factors, each by a norm alone: of all norms a foreign rule could take the largest, or the mean."""
+    """The rule's factors, each by a norm alone.
+
+    Of all norms a foreign rule could take the largest, or the mean, and if it kept them, it could do so later. So
+    the rule itself is never asked: a copy of it is, and is gone afterwards.
+    """
     if type(rule) in _OWN:
         return rule.factors(norms, clip)
     lengths, bounds = (np.asarray(x.cpu() if hasattr(x, "cpu") else x, dtype=np.float64) for x in (norms, clip))
     pairs = zip(lengths.ravel(), np.broadcast_to(bounds, lengths.shape).ravel(), strict=True)
-    answers = [np.ravel(rule.factors(np.array([length]), np.array([bound]))) for length, bound in pairs]
+    answers = [
+        np.ravel(copy.deepcopy(rule).factors(np.array([length]), np.array([bound]))) for length, bound in pairs
+    ]
     given = np.array([float(answer[0]) for answer in answers]).reshape(lengths.shape)
     return given if isinstance(norms, np.ndarray) else norms.new_tensor(given)
+
+
+def _factor(rule: Clipping, norm: float, clip: float) -> float:
+    answer = copy.deepcopy(rule).factors(np.array([norm]), np.array([clip]))
+    return float(np.ravel(answer)[0])
 
 
 def scale_factors(clipping: Clipping, norms: Norms, clip: Any) -> Norms:

@@ -120,8 +120,8 @@ class CentralCurator:
         _COUNTED_IN_MEMORY.discard(count.run)
         if not paid_and_unused:
             raise ValueError(
-                "n_public: is a private count that this account did not pay for, or that another run was planned "
-                "from. Leave it out, so that the records are counted, or declare a public number."
+                "n_public: is a private count that was not charged to this account, or that another run was "
+                "planned from. Leave it out, so that the records are counted, or declare a public number."
             )
 
     def open(

@@ -308,13 +308,13 @@ def open_run(
         book = ledger if isinstance(ledger, Ledger) else Ledger(ledger or header.ledger)
         if not book.path.exists():
             raise BudgetError(
-                f"{path}: the ledger that pays for this run, {book.path}, is not there, and without it nothing "
-                "goes on. Bring it back, or say where it is by now: ledger=PATH."
+                f"{path}: the ledger that this run is charged to, {book.path}, does not exist, and the run "
+                "cannot continue without it. Restore it, or pass where it is now: ledger=PATH."
             )
         if book.id != header.ledger_id:
             raise BudgetError(
-                f"{path}: {book.path} is not the ledger that pays for this run (it has another id). Go on with "
-                "that one: ledger=PATH."
+                f"{path}: {book.path} is not the ledger that this run is charged to (it has another id). Pass that "
+                "one: ledger=PATH."
             )
         account = Account(header.account, book, header.cap, header.by_default, asked=header.asked)
     transcript = Transcript(_transcript(name), name, key, resumed=True, least=int(stands["released"]))

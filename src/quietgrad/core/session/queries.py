@@ -20,7 +20,7 @@ import numpy.typing as npt
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import SettingError
 from quietgrad.core.session.clipping import FLAT, Clipping
-from quietgrad.core.vectors import OwnVector, zeros_like
+from quietgrad.core.vectors import OwnVector, zeros_like, zeros_without_memory
 
 Indices = npt.NDArray[np.int64]
 Summand = Callable[[Any, "Batch", OwnVector], None]
@@ -302,8 +302,7 @@ class NoRegularizer:
         return 0.0
 
     def gradient(self, params: OwnVector) -> OwnVector:
-        """Zeros to read; those of a network's length take no memory."""
-        return zeros_like(params) if isinstance(params, np.ndarray) else params.new_zeros(()).expand(params.shape)
+        return zeros_without_memory(params)
 
     def curvature(self, params: OwnVector) -> OwnVector:
         return zeros_like(params)

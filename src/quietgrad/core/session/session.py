@@ -37,7 +37,7 @@ from quietgrad.core.session.queries import (
 )
 from quietgrad.core.session.summing import add_batch, batch_sum
 from quietgrad.core.session.transcript import Transcript
-from quietgrad.core.vectors import OwnVector, zeros_like
+from quietgrad.core.vectors import OwnVector, zeros_like, zeros_without_memory
 
 Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
@@ -112,7 +112,7 @@ class CentralSession:
         self._records = records
         self._streamed = records if isinstance(records, StreamedRecords) else None
         self.regularizer: Regularizer = objective.regularizer
-        self._zero = zeros_like(objective.initial(records))
+        self._zero = zeros_without_memory(objective.initial(records))
         self._dim = len(self._zero)
         self._compiled = objective.silent_batches
 

@@ -31,7 +31,9 @@ _STATEMENT: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Privacy:
-    """The guarantee of a run: (ε, δ) under a relation, for a privacy unit, against an adversary.
+    """The guarantee of a run.
+
+    It is (ε, δ) under a neighbouring relation, for a privacy unit, against an adversary.
 
     ``epsilon`` is ``None`` if the run added no noise. ``is_private`` is also false if its randomness was seeded, or
     if a paper's noise was used only to reproduce it; the first of the ``notes`` then says so. ``unit`` is the
@@ -90,11 +92,14 @@ class Privacy:
 
     @property
     def refuted(self) -> tuple[str, ...]:
-        """The contradictions of a statement that was read from a file which does not prove it."""
+        """The contradictions of a statement whose file does not prove it."""
         return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
 
     def facts(self) -> list[tuple[str, object]]:
-        """The statement as rows of a table: what is proved, against which adversary and by which accountant."""
+        """The statement as rows of a table.
+
+        They say what is proved, against which adversary and by which accountant.
+        """
         rows: list[tuple[str, object]] = [("privacy", str(self))]
         if self.epsilon is not None:
             rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]

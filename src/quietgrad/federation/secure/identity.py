@@ -21,7 +21,10 @@ from quietgrad.core.errors import QuietgradError
 
 
 class ProtocolError(QuietgradError, RuntimeError):
-    """A message or a request of ``party`` that the protocol does not allow; nothing of the round is released."""
+    """A message or a request of ``party`` that the protocol does not allow.
+
+    Nothing of the round is released.
+    """
 
     code = "QG-PROTOCOL"
 
@@ -31,7 +34,10 @@ class ProtocolError(QuietgradError, RuntimeError):
 
 
 class DropoutError(ProtocolError):
-    """Too few parties are left for the required noise or for recovery; it names the missing ones."""
+    """Too few parties are left for the required noise or for recovery.
+
+    The message names the missing ones.
+    """
 
     code = "QG-DROPOUT"
 
@@ -63,7 +69,10 @@ HELLO_BYTES = _HELLO.size + _SIGNATURE
 
 
 class Identity:
-    """A name and its long-term Ed25519 signing key; a new key unless ``secret`` is one of :meth:`secret_bytes`."""
+    """A name and its long-term Ed25519 signing key.
+
+    The key is new unless ``secret`` comes from :meth:`secret_bytes`.
+    """
 
     def __init__(self, name: str, secret: bytes | None = None) -> None:
         self.name = name
@@ -85,7 +94,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Roster:
-    """Names and Ed25519 public keys of all roles in a run: the parties first, then the server(s)."""
+    """Names and Ed25519 public keys of all roles in a run.
+
+    The parties come first, then the servers.
+    """
 
     names: tuple[str, ...]
     keys: tuple[bytes, ...]

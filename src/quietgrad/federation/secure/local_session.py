@@ -125,7 +125,9 @@ def secure_sum(
     colluders: int = 1,
     servers: int | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Sum the parties' vectors, each clipped to L2 norm ``clip``, with noise that no single role knows.
+    """Sum the parties' vectors with noise that no single role knows.
+
+    Each vector is clipped to L2 norm ``clip``.
 
     The noise hidden from the adversary has σ = noise_multiplier·clip. The sum carries more variance: m/h times σ²
     with masks (h = m − 1 unless given), K times with K servers, 1.003 times with the three-server computation.

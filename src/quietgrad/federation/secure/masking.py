@@ -265,7 +265,9 @@ class _ServerRound:
 
 
 class MaskingServer(Endpoint):
-    """The aggregator: relays sealed envelopes, adds masked vectors, and learns only the noisy sum.
+    """The aggregator, which learns only the noisy sum.
+
+    It relays sealed envelopes and adds masked vectors.
 
     One round by hand; in a federation every frame below is a message over the network.
 

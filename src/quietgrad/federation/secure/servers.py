@@ -57,7 +57,10 @@ def share_bytes(terms: SecureSumConfig) -> tuple[int, ...]:
 
 
 class SharingParty(Endpoint):
-    """A data holder who splits her vector among servers; she adds no noise and may stay away from any round."""
+    """A data holder who splits her vector among servers.
+
+    She adds no noise and may stay away from any round.
+    """
 
     _last = -1
 
@@ -285,7 +288,7 @@ _CHUNK = 256  # words per look-up: the selected rows then stay in the second-lev
 
 
 class NoiseServer(SumServer):
-    """One of the three servers of a secure sum whose noise is sampled inside the computation."""
+    """One of the three servers that sample a secure sum's noise together."""
 
     def _begin(self) -> None:
         super()._begin()

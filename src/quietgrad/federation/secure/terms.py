@@ -356,7 +356,7 @@ class ThreatModel:
 
 
 def threat_model(terms: SecureSumConfig) -> ThreatModel:
-    """Describe what a run with this configuration protects, the adversary, and the cost in noise."""
+    """Describe what a configuration protects, against whom, and its cost in noise."""
     rows = _masks(terms) if terms.masked else _rows(_SHARES[terms.mode] + _ALL_SHARES, terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))

@@ -151,7 +151,9 @@ class SpiderOracle(Oracle):
 
 @dataclass(frozen=True)
 class AdaptiveSpider(SpiderOracle):
-    """SPIDER that asks a full query when the drift Σ‖x_t − x_{t−1}‖² since the last one reaches κ.
+    """SPIDER with full gradients when the drift since the last one reaches κ.
+
+    The drift is Σ‖x_t − x_{t−1}‖².
 
     Args:
         batch_size: b₁, records of a full query O1 (default n/60).
@@ -266,7 +268,9 @@ class AdaptiveSpider(SpiderOracle):
 
 @dataclass(frozen=True)
 class Spider(SpiderOracle):
-    """SPIDER with a full gradient every ``period`` steps, after an optional start by plain gradients.
+    """SPIDER with a full gradient every ``period`` steps.
+
+    An optional start uses plain gradients.
 
     It states no error, because nothing bounds how far a period drifts.
 

@@ -96,8 +96,8 @@ class Tabulation(NothingToFit):
         data, survey = SurveyData.of(data)
         cells, weights, *people = data
         cells = np.asarray(cells, dtype=np.int64)
-        if cells.ndim != 2 or not len(cells):
-            raise DataError("there are no records to evaluate on.")
+        if cells.ndim != 2:
+            raise DataError("cells: must be one row of cells per record.")
         weights = np.ones(cells.shape) if weights is None else np.asarray(weights, dtype=np.float64)
         return CellPlaces(people[0] if people else None, cells, weights, survey)
 

@@ -63,8 +63,8 @@ class Grouping(NothingToFit):
         data, survey = SurveyData.of(data)
         groups, values, *people = data
         groups, values = np.asarray(groups, dtype=np.int64), np.asarray(values, dtype=np.float64)
-        if groups.ndim != 1 or values.ndim != 2 or len(values) != len(groups) or not len(groups):
-            raise DataError("there are no records to group.")
+        if groups.ndim != 1 or values.ndim != 2 or len(values) != len(groups):
+            raise DataError("groups and values: must be one group and one row of values per record.")
         return GroupedRows(people[0] if people else None, groups, values, survey)
 
 

@@ -11,6 +11,7 @@ A unit that takes no part contributes zeros, in that coordinate too.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -22,6 +23,7 @@ from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.session.queries import (
     Batch,
     Indices,
+    NoRegularizer,
     Records,
     Regularizer,
     StreamedRecords,
@@ -30,6 +32,7 @@ from quietgrad.core.session.queries import (
 )
 from quietgrad.core.vectors import Vector
 from quietgrad.tables.privacy_units import GroupIndex, UserLevelRecords
+from quietgrad.tables.regularizers import L2, Nonconvex
 from quietgrad.tables.table import Floats
 
 
@@ -107,13 +110,25 @@ class SupportsLocalTraining(Protocol):
         ...
 
 
+def _is_known_to_train_apart(loss: SupportsLocalTraining) -> bool:
+    """Whether loss and penalty are the library's own, of exactly these classes.
+
+    A subclass may compute with all the rows that it is given, which are those of several clients; so may a penalty.
+    """
+    from quietgrad.tables.losses import LOSSES  # which need this module
+
+    networks = sys.modules.get("quietgrad.torch.networks.module")  # who has a network has imported it
+    own = [*LOSSES.values(), *([] if networks is None else [networks.ModuleObjective])]
+    return type(loss) in own and type(loss.regularizer) in (NoRegularizer, L2, Nonconvex)
+
+
 def _updates(loss: SupportsLocalTraining, batch: Batch, clients: GroupIndex, *how: Any) -> Iterator[Any]:
     """The rows of all clients, each a function of that client alone, to the last bit.
 
-    Training may expand a rounding until it decides where an update points. So a loss whose rows are the same beside
-    any other clients says so, ``trains_apart``; every other is asked about one client at a time.
+    Training may expand a rounding until it decides where an update points. So clients train together only in code
+    whose rows are known to be the same beside any others. Every other loss is asked about one client at a time.
     """
-    if getattr(loss, "trains_apart", False):
+    if _is_known_to_train_apart(loss):
         yield from loss.local_updates(batch, clients, *how)
         return
     places = np.arange(len(clients.starts) - 1) if clients.people is None else clients.people

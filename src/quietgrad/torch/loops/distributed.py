@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.events import composed
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.noise.rng import fresh_key
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_loss
@@ -98,8 +100,8 @@ def _while_all_are_there() -> Iterator[None]:
         yield
     except (RuntimeError, dist.DistError) as error:
         raise QuietgradError(
-            "another process of this training is gone, so this step cannot be made. Every released number was paid "
-            "for beforehand. Start all processes again; a qt.PrivateLoop with folder= goes on where it was saved."
+            "another process of this training is gone, so this step cannot be made. Every released number was "
+            "charged beforehand. Start all processes again: with folder= the same call goes on where it was saved."
         ) from error
 
 
@@ -111,12 +113,27 @@ def all_or_none(make: Callable[[], Made], why: str) -> Made:
     except BaseException as error:
         failed = error
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, failed is None)
+    with _while_all_are_there():
+        dist.all_gather_object(answers, failed is None)
     if failed is not None:
         raise failed
     if not all(answers):
         raise QuietgradError(f"{why}, and said why there; nothing was released.")
     return made
+
+
+def agree_on_keeping(folder: object) -> None:
+    """Raise on every process if some were given a folder and others none: each would wait for the others."""
+    if not is_distributed():
+        return
+    answers: list[Any] = [None] * dist.get_world_size()
+    with _while_all_are_there():
+        dist.all_gather_object(answers, folder is not None)
+    if len(set(answers)) > 1:
+        raise DataError(
+            "folder: some processes were given one and others none. Give it to every process, or to none; the "
+            "leading one keeps the run. Nothing was released."
+        )
 
 
 def _digest(key: bytes, parts: Iterable[bytes | memoryview]) -> str:
@@ -145,7 +162,9 @@ def shared_terms(terms: Terms) -> Terms:
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Opacus's wrapper by name: every process begins with the leader's parameters; ``make_private`` does the rest.
+    """Opacus' wrapper of a module on several processes.
+
+    Every process starts with the leader's parameters; ``make_private`` does the rest.
 
     torch's own ``DistributedDataParallel`` may be used as well: what it would add up are gradients that were not
     clipped, so its sums are replaced by those of the private loop.
@@ -169,6 +188,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+_AGAIN, _FAILED = 1.0, 2.0  # what came of a release
+
+
+class _EpochIsOver(Exception):
+    """The leader went on in a new epoch, whose samples are others."""
+
+
 class SharedSession(CentralSession):
     """The session of a loop on several processes: each reads and sums its share, the leader releases.
 
@@ -177,6 +203,7 @@ class SharedSession(CentralSession):
 
     leader_draws: bool = False
     """Whether the leader says who is in a sample: only it knows the key of a run that is kept in a folder."""
+    _leaders_epochs: int = 1
 
     def share(self, batch: Batch) -> Batch:
         """The part of a batch that this process sums."""
@@ -203,12 +230,34 @@ class SharedSession(CentralSession):
 
     first_below = discover = choose
 
+    @property
+    def epochs(self) -> int:
+        """How often the plan was charged: the leader, who pays, tells it with every release."""
+        return max(super().epochs, self._leaders_epochs)
+
+    def follow_charges(self, epochs: int) -> None:
+        """Take over how often the leader was charged for the plan."""
+        self._leaders_epochs = epochs
+
+    def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
+        """End the session; every process states what the leader was charged."""
+        cost = super().close(reason, data_dependent=data_dependent)
+        if is_leader() or cost.event is None or self.epochs == 1:
+            return cost
+        return replace(cost, event=composed([self.plan.event] * self.epochs), data_dependent=True)
+
     def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Tensor:
         """The noisy sum over all shares; noise is added once, and every process gets the same numbers."""
-        zero = torch.as_tensor(self._zero)
-        dim = query.dim(self._records)
+        while True:
+            total = self._sum_of_shares(drawn, query)
+            answer = self._leaders_answer(drawn, query, total)
+            if answer is not None:
+                return answer
+
+    def _sum_of_shares(self, drawn: PendingRelease, query: Query) -> Tensor:
+        """The exact sum of a sample over all processes; it leaves them with noise alone."""
         # Behind the sum: whether a share failed, and of which sample it is.
-        share = torch.zeros(dim + 3, dtype=torch.float64, device=zero.device)
+        share = torch.zeros(query.dim(self._records) + 3, dtype=torch.float64, device=self._device)
         sums, place = share[:-3], float(drawn.number)
         failed: BaseException | None = None
         try:
@@ -230,20 +279,43 @@ class SharedSession(CentralSession):
             raise failed or QuietgradError(
                 "another process failed in its share of this step; nothing was released."
             )
-        answer = torch.zeros(dim + 1, dtype=torch.float64, device=zero.device)
+        return sums
+
+    def _leaders_answer(self, drawn: PendingRelease, query: Query, total: Tensor) -> Tensor | None:
+        """What the leader releases of ``total``; ``None`` if it was the sum of an epoch that is over.
+
+        A resumed run that finds another sum under a number goes on in a new epoch, which is charged as one with
+        samples of its own. All processes must sum the new epoch's sample: the old one was released already.
+        """
+        # Behind the numbers: what came of it, and how often the plan is charged by now.
+        answer = torch.zeros(len(total) + 2, dtype=torch.float64, device=self._device)
+        failed: BaseException | None = None
         if is_leader():
             try:
-                answer[:-1] = torch.as_tensor(super().release_drawn(drawn, _SumOfShares(sums, query)))
+                answer[:-2] = torch.as_tensor(super().release_drawn(drawn, _SumOfShares(total, query)))
+            except _EpochIsOver:
+                self._begun.add(drawn)
+                answer[-2] = _AGAIN
             except BaseException as error:
                 failed = error
-                answer.zero_()[-1] = 1.0
-        else:
-            self.forget(drawn)
+                answer.zero_()[-2] = _FAILED
+            answer[-1] = float(super().epochs)
         with _while_all_are_there():
             dist.broadcast(answer, _LEADER)
-        if float(answer[-1]) > 0.0:
+        self.follow_charges(int(answer[-1]))
+        outcome = float(answer[-2])
+        if outcome == _FAILED:
             raise failed or QuietgradError("the leading process could not release this step.")
-        return answer[:-1].to(zero.dtype)
+        if outcome == _AGAIN:
+            self._batches.pop(drawn, None)
+            return None
+        if not is_leader():
+            self.forget(drawn)
+        return answer[:-2].to(torch.as_tensor(self._zero).dtype)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.as_tensor(self._zero).device
 
 
 class SharedCurator(CentralCurator):
@@ -274,21 +346,31 @@ class SharedCurator(CentralCurator):
         for what in mine:
             if len({answer[what] for answer in answers}) > 1:
                 raise DataError(f"the processes do not agree on {what}: every process must be given the same.")
-        return all_or_none(lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the loop")
+        session = all_or_none(
+            lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the run"
+        )
+        if isinstance(session, SharedSession):
+            session.follow_charges(_told(session.epochs))
+        return session
 
 
 class _SumOfShares:
     """The sum of what every process' query formed of its share, for the leader to add noise to.
 
-    Each unit is in one share, where the query clips it: the bound is the query's.
+    Each unit is in one share, where the query clips it: the bound is the query's. It answers once: the leader asks
+    again only for another sample, of which this is not the sum.
     """
 
     def __init__(self, total: Tensor, query: Query) -> None:
         self._total, self.bound = total, query.bound
+        self._is_used = False
 
     def dim(self, records: object) -> int:
         return len(self._total)
 
     def sum_into(self, objective: object, batch: Batch, out: Any) -> None:
+        if self._is_used:
+            raise _EpochIsOver
+        self._is_used = True
         out = torch.as_tensor(out)  # of an array: its own memory
         out += self._total.to(out.device)

@@ -64,9 +64,9 @@ from quietgrad.torch.loops.step_program import (
     without_tensors,
 )
 from quietgrad.torch.networks.engine import PerExampleEngine
-from quietgrad.torch.networks.gradients import synthetic_like
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.one_record import RecordProgram, each_record
+from quietgrad.torch.networks.pass_sizes import synthetic_like
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.records import Examples, RecordGroup
 from quietgrad.torch.networks.trees import (
@@ -329,7 +329,10 @@ class HandleLoop(Loop):
     def _engine_of(self, program: StepProgram) -> PerExampleEngine:
         """The engine of a program, which was tried out on synthetic records when it first came."""
         if program.key not in self._engines:
-            engine = PerExampleEngine(self.engine.module, program, memory_budget=self.engine.memory_budget)
+            engine = PerExampleEngine(
+                self.engine.module, program, memory_budget=self.engine.memory_budget,
+                micro_batch=self.engine.micro_batch,
+            )  # fmt: skip
             engine.loss_of = program
             ((_, record),) = program.groups([RecordGroup(np.arange(1), self._record_form())])
             engine.try_out(record)

@@ -19,7 +19,8 @@ from torch.autograd import Function
 
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.torch.loops.step_program import Cast, Leaf, Node, Public
-from quietgrad.torch.networks.one_record import Pass, full_precision
+from quietgrad.torch.networks.one_record import Pass
+from quietgrad.torch.networks.patched_torch import full_precision
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import RecordGroup
 from quietgrad.torch.networks.trees import (

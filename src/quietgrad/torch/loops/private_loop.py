@@ -36,6 +36,7 @@ from quietgrad.torch.loops.base import Loop, LoopTerms, finite_clip
 from quietgrad.torch.loops.distributed import (
     SharedCurator,
     SharedSession,
+    agree_on_keeping,
     all_or_none,
     any_of_us,
     broadcast_from_leader,
@@ -269,6 +270,7 @@ class PrivateLoop(Loop):
             "people": counting(asked[0]),
             "n_is_declared": terms.n_is_declared,
         }
+        agree_on_keeping(folder)
         kept = _found(folder, terms, checkpoint_seconds)
         standing = _leaders_run(kept) if folder is not None and is_distributed() else None
 
@@ -355,7 +357,10 @@ class PrivateLoop(Loop):
         return broadcast_from_leader(lambda: here) if self._keeps and self.model.in_shards else here
 
     def save(self) -> None:
-        """Save where the loop stands between two samples, if it is kept in a folder; all processes call it."""
+        """Save the state of a loop with a folder, between two samples.
+
+        All processes call it.
+        """
         if self._folder is None and not (self._keeps and self.model.in_shards):
             return
         state = gathered(_state(self._trained, self.optimizer))
@@ -363,7 +368,10 @@ class PrivateLoop(Loop):
             self._kept.save(state, self._session, now=True)
 
     def pause(self) -> None:
-        """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
+        """Save the state of the loop and release its folder.
+
+        The same call continues the loop, in this process or another.
+        """
         if self.paused:
             return
         if not self._keeps or (is_leader() and self._kept is None):
@@ -372,7 +380,10 @@ class PrivateLoop(Loop):
         self.let_go()
 
     def let_go(self) -> None:
-        """Let go of the loop's folder, if it is kept: the same call goes on from what was saved last."""
+        """Release the loop's folder, if it has one.
+
+        The same call continues from what was saved last.
+        """
         if self._kept is not None and self._folder is not None:
             self._kept.close()
         elif is_leader() or not self._keeps:
@@ -411,7 +422,9 @@ class PrivateLoop(Loop):
         self._folder = None
 
     def backward(self, batch: PrivateBatch) -> Tensor:
-        """Add the private gradient of a sample to the parameters' ``grad``; returns it as one vector.
+        """Add the private gradient of a sample to the parameters' ``grad``.
+
+        It is also returned, as one vector.
 
         The model is run as it is: in training or evaluation mode, at the parameters that it has.
         """

@@ -366,7 +366,9 @@ class PrivateLoader:
 
 
 class BatchMemoryManager:
-    """Cuts each sample of a private loader into pieces of at most ``max_physical_batch_size`` records.
+    """Cuts each sample of a private loader into physical batches.
+
+    A piece has at most ``max_physical_batch_size`` records.
 
     The loop steps on every piece. A piece's clipped sum is kept; the step comes with the last piece of a sample,
     which stays one release. Into how many pieces a sample is cut is public: one that is much larger than expected

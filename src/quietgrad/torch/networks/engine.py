@@ -38,7 +38,8 @@ from quietgrad.torch.networks.gradients import (
     recorded,
     vectors_by_autograd,
 )
-from quietgrad.torch.networks.one_record import BeginAgain, Pass, RecordProgram, full_precision, in_passes
+from quietgrad.torch.networks.one_record import BeginAgain, Pass, RecordProgram, in_passes
+from quietgrad.torch.networks.patched_torch import full_precision
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import RecordGroup
 from quietgrad.torch.networks.trees import PyTree, mapped
@@ -88,6 +89,7 @@ class PerExampleEngine:
         memory_budget: bytes of per-record gradients kept at a time. What does not fit is computed from
             factors: less memory, somewhat more time. What has no kernel is written out, in passes that fit.
         raises: whether an exception on one record ends the run, which tells that the record is there.
+        micro_batch: records in a pass at most.
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
     The first engine of a process sets ``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` to 4096, unless it is set.
@@ -109,7 +111,7 @@ class PerExampleEngine:
 
     def __init__(
         self, module: nn.Module, loss: LossFunction | None = None, *, memory_budget: float = 512e6,
-        raises: bool = False,
+        raises: bool = False, micro_batch: int | None = None,
     ) -> None:  # fmt: skip
         refuse_unusable_modules(module)
         refuse_mixing_layers(module)
@@ -121,6 +123,7 @@ class PerExampleEngine:
         self.loss = loss
         self.memory_budget = memory_budget
         self.raises = raises
+        self.micro_batch = micro_batch
         self.loss_of: Any = None if loss is None else RecordLoss(module, loss)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trainable:
@@ -254,7 +257,8 @@ class PerExampleEngine:
                 made = self._together(known.program, points, *_of(record, mine, rows), mix, whose)  # noqa: B023
                 return made if isinstance(made, np.ndarray) else (whose is not None, made)
 
-            most = self._pass_size(known, mix) or len(group.rows)
+            known.program.most = self._pass_size(known, mix)
+            most = known.program.most or len(group.rows)
             with known.program.release(mine):
                 for left in mine.passes(most):
                     for rows, (whole, made) in in_passes(left, run):
@@ -284,6 +288,8 @@ class PerExampleEngine:
             pass
         except BeginAgain:
             return rows
+        if program.alone is None and len(rows) > 1:
+            return program.fewer(len(rows))
         # Each by plain autograd: a few at a time, so that what is written out fits.
         most = max(1, int(max(self.memory_budget, _LEAST) // (mix.families * self.dim * 8)))
         return rows[:most] if len(rows) > most else self._one_by_one(program, points, record, keys, mix, units)
@@ -391,7 +397,7 @@ class PerExampleEngine:
             refuse_mixing_layers(self.module)
             refuse_shards(self.module.named_parameters())
             self.programs[key] = known = ProgramProfile(self.module, self.slices, self.loss)
-            known.program.raises = self.raises
+            known.program.raises, known.program.most = self.raises, self.micro_batch
             leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))
             known.try_out(self._call if calls else self.loss_of, leaves, record)
         return self.programs[key]
@@ -399,8 +405,9 @@ class PerExampleEngine:
     def _pass_size(self, known: ProgramProfile, mix: GradientTerms) -> int | None:
         numbers = (mix.families + 1) * known.copied
         if numbers == 0 or known.program.alone is not None:
-            return None
-        return max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
+            return self.micro_batch
+        most = max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
+        return most if self.micro_batch is None else min(most, self.micro_batch)
 
 
 def _of(record: PyTree, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.session.clipping import Clipping, group_bounds
 from quietgrad.torch.networks.kernels import TiedGradients
-from quietgrad.torch.networks.one_record import BeginAgain, Pass, Program, RecordProgram, full_precision
+from quietgrad.torch.networks.one_record import BeginAgain, Pass, Program, RecordProgram
+from quietgrad.torch.networks.pass_sizes import REFERENCE, synthetic_like
+from quietgrad.torch.networks.patched_torch import full_precision
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.taps import TapSite, Vectors
 from quietgrad.torch.networks.trees import PyTree, mapped
@@ -264,7 +266,8 @@ class Collector:
             part.shared.setdefault(cluster, []).append((slot, piece))
 
     def _cluster(self, slot: slice) -> _Cluster | None:
-        return next((each for each in self._clusters if each.start <= slot.start < each.stop), None)
+        number = bisect_right(self._clusters, slot.start, key=_Cluster.first) - 1
+        return self._clusters[number] if number >= 0 and slot.start < self._clusters[number].stop else None
 
     def _space(self, site: TapSite) -> Workspace:
         """Memory to write vectors out; none where several uses add up: their factors are kept."""
@@ -291,6 +294,10 @@ class _Cluster:
         self.start, self.stop = slot.start, slot.stop
         self.uses = 1
         self.same = True
+
+    def first(self) -> int:
+        """The place of its first number, by which clusters are sorted."""
+        return int(self.start)
 
     def piece(self, uses: Sequence[Piece]) -> Piece:
         """Vectors of several uses add up before they have a norm."""
@@ -373,12 +380,14 @@ class ProgramProfile:
         with preserved(), torch.no_grad(), runner.release(keys):
             for numbers in ("few", "ones", "zeros"):
                 try:
-                    self._check(program, params, synthetic_like(record, numbers), keys)
+                    self._check(program, params, synthetic_like(record, numbers, _RECORDS), keys)
                 except QuietgradError as error:  # numbers that the model does not take, or its own fault
                     self.failed = self.failed or error
                     runner.alone = alone
                 else:
-                    self.failed = None
+                    self.failed, runner.synthetic_numbers = None, numbers
+                    if self.apart:
+                        self._ask_many(program, params, synthetic_like(record, numbers, REFERENCE))
                     break
         runner.synthetic = False
 
@@ -398,6 +407,12 @@ class ProgramProfile:
         except QuietgradError:  # a model that does not run in float64
             agreed = False
         runner.alone = None if agreed else "a rule of torch's does not agree with autograd on this model"
+
+    def _ask_many(self, program: Program, params: Mapping[str, Tensor], record: PyTree) -> None:
+        """Run each record by itself if the program asks it for a number of its own, which no other one has."""
+        runner, keys = self.program, RecordSeeds(bytes(32), np.arange(REFERENCE))
+        if runner.together(program, params, record, keys, np.arange(REFERENCE)) is None and runner.alone is None:
+            runner.alone = "it asks each record for a number of its own (.item(), a branch)"
 
     def _agree(self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds) -> bool:
         """Whether norms and sums by kernels are those of autograd; true where there is nothing to compare."""
@@ -420,16 +435,26 @@ class ProgramProfile:
         wide = any(p.dtype == torch.float64 for p in params.values())
         like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=first.device)
         (fast,) = recorded([done], len(done.rows), Workspace(0.0, like))
-        slow = vectors_by_autograd(runner, program, params, record, keys, like.dtype).double()
-        norms, size = fast.norms()[:, 0].to(slow), slow.norm(dim=1)
-        if not (bool(slow.isfinite().all()) and bool(norms.isfinite().all())):
+        norms = fast.norms()[:, 0].to(like.device)
+        weights = torch.linspace(1.0, 2.0, len(norms), dtype=torch.float64, device=like.device)
+        # One vector after the other: all at once would take more memory than a step of a large model.
+        by_autograd, right = torch.zeros_like(norms), None
+        for row in range(len(norms)):
+            one = np.array([row])
+            alone = mapped(record, itemgetter(torch.from_numpy(one)))
+            slow = vectors_by_autograd(runner, program, params, alone, keys.rows(one), like.dtype)[0].double()
+            by_autograd[row] = slow.norm()
+            slow *= weights[row]
+            right = slow if right is None else right.add_(slow)
+        assert right is not None
+        if not (bool(by_autograd.isfinite().all()) and bool(norms.isfinite().all())):
             return True
-        weights = torch.linspace(1.0, 2.0, len(slow), dtype=torch.float64, device=slow.device)
-        total, right, most = torch.zeros_like(slow[0]), weights @ slow, size.max()
-        fast.add_weighted(weights[:, None], total)
+        longest, length = by_autograd.max(), right.norm()
+        difference = right.neg_()
+        fast.add_weighted(weights[:, None], difference)
         tolerance = _TOLERANCE[like.dtype]
-        near = bool(((norms - size).abs() <= tolerance * (size + most)).all())
-        return near and bool((total - right).norm() <= tolerance * (right.norm() + most))
+        near = bool(((norms - by_autograd).abs() <= tolerance * (by_autograd + longest)).all())
+        return near and bool(difference.norm() <= tolerance * (length + longest))
 
 
 def vectors_by_autograd(
@@ -462,18 +487,3 @@ def _vector_by_autograd(
         for slot, values in site.content(out.dtype) or ():
             out[slot] = values[0]
     return True
-
-
-def synthetic_like(record: PyTree, numbers: str) -> Any:
-    """A few records of the same shape: floats uniform in [0, 1), whole numbers 0 and 1, all 1, or all 0."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(tensor: Tensor) -> Tensor:
-        shape = (_RECORDS, *tensor.shape[1:])
-        if tensor.is_floating_point() or tensor.is_complex():
-            return torch.rand(shape, generator=generator).to(tensor)
-        if numbers == "few":
-            return torch.randint(0, 2, shape, generator=generator).to(tensor)
-        return (torch.ones(shape) if numbers == "ones" else torch.zeros(shape)).to(tensor)
-
-    return mapped(record, made)

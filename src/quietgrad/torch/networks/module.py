@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from quietgrad.tables.privacy_units import GroupIndex
 from quietgrad.tables.queries.local_update import LocalTraining
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.local_steps import local_updates
+from quietgrad.torch.networks.pass_sizes import PassSizes
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.records import (
     Collate,
@@ -56,9 +57,6 @@ class ModuleObjective(BaseObjective):
     torch.Size([8])
     """
 
-    trains_apart: ClassVar[bool] = True
-    """Each client of a federation trains alone (:mod:`quietgrad.torch.networks.local_steps`)."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -79,13 +77,17 @@ class ModuleObjective(BaseObjective):
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None.")
         self.pad = as_padding(pad)
-        self.engine = PerExampleEngine(module, loss, memory_budget=memory_budget, raises=errors == "raise")
-        self.regularizer: Regularizer = NoRegularizer() if regularizer is None else regularizer
         self.micro_batch = micro_batch or _MOST_AT_ONCE
+        self.engine = PerExampleEngine(
+            module, loss, memory_budget=memory_budget, raises=errors == "raise", micro_batch=self.micro_batch
+        )
+        self.regularizer: Regularizer = NoRegularizer() if regularizer is None else regularizer
         self.collate_fn = collate_fn
         self.views = views
         self.keeps_frozen = True
         """Whether frozen parameters stay in the module; else they are there for a pass, and known by digests."""
+        self.client_sizes: dict[Any, PassSizes] = {}
+        """How many clients train together, by the form of their records and the size of their steps."""
         self.trains_in_batches: bool | None = None
         """Whether module and loss were seen to take batches of several records; ``None`` before they were tried."""
 
@@ -177,7 +179,7 @@ class ModuleObjective(BaseObjective):
     def local_updates(
         self, batch: ReleaseBatch, clients: GroupIndex, params: Tensor, training: LocalTraining
     ) -> Iterator[Tensor]:
-        """θ_local − θ of clients that train on their own records, one after the other; one row each.
+        """θ_local − θ of clients that train on their own records, some at a time; one row each.
 
         Local training is ordinary SGD: module and loss are called with batches of one client's records.
         """

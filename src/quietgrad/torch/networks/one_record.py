@@ -5,12 +5,12 @@ torch's ``vmap`` runs it for all records of a pass. Nothing else is in its reach
 function of that record, the parameters and the record's own random numbers; that is the whole proof of the
 sensitivity (docs/torch-proof.md). Records that answer a question of the program apart are run apart. What cannot be
 run together (an operation without a rule, a side effect) is run one record at a time: the same function, slower.
+How records are put together changes no bit of what comes of one (:mod:`quietgrad.torch.networks.pass_sizes`).
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,15 +21,23 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch._functorch.autograd_function as autograd_function
-import torch._tensor_str as tensor_text
-import torch.utils._python_dispatch as dispatch_modes
-import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 from torch.func import vmap
 
 import quietgrad.torch.networks.operations  # noqa: F401  # fills the table of operations
 from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.torch.networks.pass_sizes import (
+    BitComparison,
+    Fingerprint,
+    Layout,
+    PassSizes,
+    form_of,
+    joined,
+    placed,
+    synthetic_like,
+    without_zeros,
+)
+from quietgrad.torch.networks.patched_torch import full_precision, nothing_below, torch_as_needed
 from quietgrad.torch.networks.program_state import ProgramState, copied_lazily
 from quietgrad.torch.networks.randomness import (
     OwnGenerators,
@@ -48,15 +56,15 @@ from quietgrad.torch.networks.taps import (
     functorch,
 )
 from quietgrad.torch.networks.trees import (
-    Called,
     ModuleState,
     PyTree,
     mapped,
     refilled,
-    replaced,
     tensors_of,
 )
 from quietgrad.torch.networks.vectors import Rows
+
+_MOST = 2**31  # records to try together, as long as they can be
 
 Program = Callable[[Any], Any]
 Made = TypeVar("Made")
@@ -128,6 +136,12 @@ class RecordProgram:
         elif self.state.names_internals:
             self.alone = "its code names internals of torch, below vmap, where all records lie together"
         self.synthetic = False  # whether records are synthetic, so that errors may be shown as they are
+        self.synthetic_numbers = "few"  # whole numbers that it takes (synthetic_like)
+        self.most: int | None = None  # records that a pass has room for
+        self._sizes: dict[Any, PassSizes] = {}  # by the form of records
+        # Records to try together next: half as many after some could not be, twice as many after some could. It
+        # may follow the data, since the sizes of passes change no bit of what comes of a record.
+        self._next = _MOST
         self._copies_lazily = True
         self._lent: list[tuple[Tensor, int]] = []  # copies of a pass, with the bytes they had
         self.own_functions = False  # whether it has autograd functions of its own
@@ -135,6 +149,7 @@ class RecordProgram:
 
     def release(self, keys: RecordSeeds) -> AbstractContextManager[None]:
         """All passes of a release: each finds the state that the first one found, and none leaves anything."""
+        self._next = _MOST
         return self.state.release(keys.shared)
 
     def passes(
@@ -160,20 +175,24 @@ class RecordProgram:
 
         ``arrived`` is called with every site whose gradient has come.
         """
+        factories = self.factories  # beyond what synthetic records showed, for this pass alone
         while self.alone is None:
             known = self.draws, self.factories
+            layout = Layout(len(rows))
+            if not self.synthetic:
+                count = min(len(rows), self._next)
+                layout = self._layout(program, params, record, count)
+                if min(count, layout.size) < len(rows):
+                    return np.arange(min(count, layout.size))
             try:
-                made = self._vmapped(program, params, record, keys, rows, arrived)
+                made = self._vmapped(program, params, record, keys, rows, arrived, layout, factories)
                 if self._must_begin_again():
                     continue
+                self._next = min(_MOST, 2 * self._next)
                 return made
-            except EachItsOwn:
-                return None  # these records, and maybe no others
             except DivergentRecords as apart:
-                most: Rows = apart.most.numpy()
-                return most
-            except (NotTogether, UnplannedDraw) as reason:
-                self.alone = str(reason)
+                most = np.unique(apart.most.numpy() // layout.places)
+                return most[most < len(rows)]  # without those that fill the pass: copies of the first
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -181,16 +200,73 @@ class RecordProgram:
                     raise
                 if self._must_begin_again(error) or (self.draws, self.factories) != known:
                     continue
-                if not self.factories:
-                    self.factories = True  # most often a record was written into a tensor that was made for none
+                if not self.synthetic and len(rows) > 1:
+                    return self.fewer(len(rows))
+                if not isinstance(error, NotTogether | UnplannedDraw) and not factories:
+                    factories = True  # most often a record was written into a tensor that was made for none
+                    self.factories |= self.synthetic
                     continue
-                if not self.synthetic:
-                    # One of them may raise an exception, and the others do not answer for it. One by one they are
-                    # rounded otherwise; the one that counts as zero leaves all of C for that.
-                    return None
-                text = str(error).split("\n")[0]
-                self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
+                if not self.synthetic or isinstance(error, EachItsOwn):
+                    return None  # a record that may raise an exception, and no other's affair
+                self.alone = str(error)
+                if not isinstance(error, NotTogether | UnplannedDraw):
+                    text = self.alone.split("\n")[0]
+                    self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
         return None
+
+    def fewer(self, count: int) -> Rows:
+        """Some of ``count`` records that could not be run together, to try next."""
+        self._next = max(1, count // 2)
+        return np.arange(self._next)
+
+    def _layout(self, program: Program, params: Mapping[str, Tensor], record: PyTree, count: int) -> Layout:
+        """The layout of a pass for ``count`` records at most (:mod:`quietgrad.torch.networks.pass_sizes`)."""
+        sizes = self._sizes.setdefault((form_of(record), self.factories), PassSizes())
+        return sizes.fitting(count, self.most, partial(self._trial, program, params, record))
+
+    def _trial(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, layout: Layout, records: Rows,
+        count: int,
+    ) -> Fingerprint | Rows | None:  # fmt: skip
+        """Fingerprint of passes of synthetic records; those that go one way, if not all do; ``None``: none."""
+        synthetic, fingerprints = synthetic_like(record, self.synthetic_numbers), []
+        for first in range(count):
+            which = layout.rows(records[(np.arange(layout.size) + first) % len(records)])
+            several = mapped(synthetic, lambda each: placed(each, which))  # noqa: B023
+            made = self._trial_pass(program, params, several, which, layout.places)
+            if not isinstance(made, dict):
+                return made
+            fingerprints.append(made)
+        return joined(fingerprints)
+
+    def _trial_pass(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, which: Rows, places: int
+    ) -> Fingerprint | Rows | None:
+        keys, compared = RecordSeeds(bytes(32), which), BitComparison(which, places)
+
+        def arrived(site: TapSite) -> None:
+            compared.add(site.numbers())
+            site.grad = None
+
+        before = self.alone, self._next
+        self.synthetic = True
+        try:
+            made = self.together(program, without_zeros(params), record, keys, np.arange(len(which)), arrived)
+            if isinstance(made, np.ndarray):
+                return np.unique(which[made])
+            if made is None:
+                return None
+            compared.add(tensors_of(made.outputs))
+            go_back(made.outputs)
+        except Exception as error:  # synthetic records that it does not take, or no way back
+            if is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            self.synthetic = False
+            self.alone, self._next = before
+            self._must_begin_again()
+        return compared.fingerprint()
 
     def _must_begin_again(self, error: BaseException | None = None) -> bool:
         """Whether more is known of the program now than when its pass began.
@@ -216,18 +292,15 @@ class RecordProgram:
 
     def _vmapped(
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
-        arrived: Callable[[TapSite], None] | None,
+        arrived: Callable[[TapSite], None] | None, layout: Layout, factories: bool,
     ) -> Pass:  # fmt: skip
         device = _device(params, record)
-        whole = len(rows) == len(keys.indices)
-        mine = keys if whole else keys.rows(rows)
-        tensors = tensors_of(record)
-        if not whole:
-            where = torch.from_numpy(rows).to(device)
-            tensors = [tensor[where.to(tensor.device)] for tensor in tensors]
+        places = layout.rows(rows)
+        mine = keys if np.array_equal(places, np.arange(len(keys.indices))) else keys.rows(places)
+        tensors = [placed(tensor, places) for tensor in tensors_of(record)]
         # Whatever the program writes into a parameter is gone with these.
         params = {name: self._copied(param).requires_grad_() for name, param in params.items()}
-        taps = Taps(params, self.slices, len(rows), self.factories)
+        taps = Taps(params, self.slices, len(places), factories)
         taps.draws = PerRecordRNG(mine.draws, True, device)
         kept: list[Any] = [None]
 
@@ -240,16 +313,19 @@ class RecordProgram:
 
         with self._context(params, mine, taps.draws if self.draws else None), torch.enable_grad():
             before = torch.default_generator.get_state()
-            with _nothing_below():
+            with nothing_below():
                 run = vmap(one, randomness="different")
                 outputs = copy_context().run(run, *tensors) if tensors else []
             drew = not torch.equal(before, torch.default_generator.get_state())
         if drew and not self.draws:
             self.draws = True
-            return self._vmapped(program, params, record, keys, rows, arrived)
+            return self._vmapped(program, params, record, keys, rows, arrived, layout, factories)
         sites = taps.done()
         for site in sites:
-            site.arrived = arrived
+            site.arrived, site.first_places = arrived, layout.first_places(len(rows))
+        if len(places) > len(rows):
+            with torch.enable_grad():
+                outputs = [output[layout.first_places(len(rows))] for output in outputs]
         return Pass(rows, refilled(kept[0], iter(outputs)), sites, runner=self if self.own_functions else None)
 
     def by_itself(
@@ -307,7 +383,7 @@ class RecordProgram:
 
         If clients run ``together``, by vmap, code of the user's that would see several of them ends the pass.
         """
-        with self._context(params, keys, None), _nothing_below() if together else nullcontext():
+        with self._context(params, keys, None), nothing_below() if together else nullcontext():
             yield
 
     def goes_back(self, outputs: PyTree, back: Callable[[PyTree], None] = go_back) -> bool:
@@ -356,12 +432,15 @@ class RecordProgram:
             self.state.begin_pass()
             stack.enter_context(self.places.holding(params, self._stand_in_for))
             stack.enter_context(full_precision())
-            stack.enter_context(_torch_as_needed(self))
+            stack.enter_context(torch_as_needed(self._note_own_function))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "There is a performance drop")  # without a rule: slower, and right
             warnings.filterwarnings("ignore", "Using padding='same'")
             stack.enter_context(draws if draws is not None else nullcontext())
             yield
+
+    def _note_own_function(self) -> None:
+        self.own_functions = True
 
     def _stand_in_for(self, buffer: Tensor) -> Tensor:
         """Return a copy of a buffer for programs, in float32 at least. Whatever they write into it is forgotten."""
@@ -385,92 +464,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     record silence others; so it ends the run, as any failure of the machine does.
     """
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc_cpu" in str(error)
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Without the autocast that the caller may be in: its roundings depend on how many rows there are."""
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
-class _NotCheckpointed:
-    @staticmethod
-    def apply(function: Called, preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _refuse_own_rule(program: RecordProgram, function: type[torch.autograd.Function]) -> bool:
-    program.own_functions = True
-    if _has_own_rule(function):
-        raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
-    return False
-
-
-_has_own_rule = autograd_function.has_overridden_vmap_rule
-_push_mode = dispatch_modes._push_mode
-
-
-def _refuse_mode(mode: Any) -> None:
-    if not isinstance(mode, PerRecordRNG):
-        raise NotTogether(f"{type(mode).__name__} is a dispatch mode, which would see all records")
-    _push_mode(mode)
-
-
-def _refuse_text(*_: object) -> str:
-    raise NotTogether("it makes a text of a tensor, which would show all records")
-
-
-@contextmanager
-def _nothing_below() -> Iterator[None]:
-    """Code of the user's that torch would call below vmap, with the tensors of all records, ends the pass.
-
-    Dispatch modes, hooks on what autograd saves, and the text of a tensor; tensors of the user's own classes are
-    found by the taps.
-    """
-    hooks = torch._C._autograd
-    if hooks._top_saved_tensors_default_hooks(True) is not None:
-        raise NotTogether("hooks on saved tensors are active, which would see all records")
-    below = replaced(dispatch_modes, {"_push_mode": _refuse_mode})
-    texts = replaced(tensor_text, {"_functorch_wrapper_str_intern": _refuse_text})
-    with below, texts, torch.autograd.graph.disable_saved_tensors_hooks("they would see all records"):
-        yield
-
-
-@contextmanager
-def _torch_as_needed(program: RecordProgram) -> Iterator[None]:
-    """Two things of torch's and one of transformers', while a program runs.
-
-    Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. An
-    ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one. And
-    transformers leaves a mask away that hides nothing, unless it is traced: records with and without padding would
-    be run apart for it.
-    """
-    once = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _run_once}
-    own = {"has_overridden_vmap_rule": partial(_refuse_own_rule, program)}
-    with ExitStack() as stack:
-        stack.enter_context(replaced(checkpointing, once))
-        stack.enter_context(replaced(autograd_function, own))
-        for name in _ASKS_MASKS:
-            asking = sys.modules.get(name)
-            if asking is not None and hasattr(asking, "is_tracing"):
-                stack.enter_context(replaced(asking, {"is_tracing": partial(_is_traced, asking.is_tracing)}))
-        yield
-
-
-_ASKS_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils", "transformers.modeling_utils")
-
-
-def _is_traced(is_tracing: Callable[..., bool], tensor: object = None) -> bool:
-    """Whether a tensor has no value to ask for: it has one for each record."""
-    return (isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor)) or is_tracing(tensor)
 
 
 def _device(params: Mapping[str, Tensor], record: PyTree) -> torch.device:

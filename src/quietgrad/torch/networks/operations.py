@@ -34,13 +34,20 @@ def _linear(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = Non
     with taps.outside():
         # As one matrix: of more axes torch returns a view, which a tap would have to copy.
         out = F.linear(rows.reshape(-1, rows.shape[-1]), taps.plain(weight), taps.plain(bias))
-        shape = (*rows.shape[:-1], len(weight))
+        out = _shaped(out, (*rows.shape[:-1], len(weight)))
         if taps.is_shared(weight) or taps.is_shared(bias):
             site = taps.use("linear", linear_kernel(*weight.shape), rows, {"weight": weight, "bias": bias})
-            site.arrange = lambda grad: grad.reshape(shape)
             out = taps.tap(out, site)
-        out = out.view(shape)
     return taps.logical(out)
+
+
+def _shaped(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """The result of an operation, which nobody else holds, in another shape, and not as a view of itself.
+
+    Where a program writes into a view (an in-place ReLU), autograd copies the whole three times on the way back.
+    """
+    shaped: Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return shaped
 
 
 def _product(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -54,12 +61,10 @@ def _product(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = No
     else:
         kernel, matrix = linear_kernel(outputs, inputs, swapped=True), weight
     site = taps.use("matmul", kernel, rows, {"weight": matrix, "bias": bias})
-    shape = (*rows.shape[:-1], outputs)
-    site.arrange = lambda grad: grad.reshape(shape)
     with taps.outside():
         flat = rows.reshape(-1, inputs)
         out = flat @ taps.plain(weight) if bias is None else torch.addmm(taps.plain(bias), flat, taps.plain(weight))
-        out = taps.tap(out, site).view(shape)
+        out = taps.tap(_shaped(out, (*rows.shape[:-1], outputs)), site)
     return taps.logical(out)
 
 
@@ -171,14 +176,14 @@ def _convolution(spatial: int) -> Callable[..., Any]:
         with taps.outside():
             folded = rows if alone else rows.flatten(0, 1)
             out = call(folded, taps.plain(weight), taps.plain(bias), stride, padding, dilation, groups)
+            out = out if alone else _shaped(out, (len(rows), images, *out.shape[1:]))
             if taps.is_shared(weight) or taps.is_shared(bias):
                 given = folded if images == 1 else rows
                 made = _kernel_of(tuple(weight.shape), *map(_hashable, (stride, padding, dilation)), groups)
                 site = taps.use(f"conv{spatial}d", made, given, {"weight": weight, "bias": bias})
-                if images > 1:
-                    site.arrange = lambda grad: torch.unflatten(grad, 0, (-1, images))
+                if images == 1 and not alone:
+                    site.arrange = lambda grad: grad.flatten(0, 1)
                 out = taps.tap(out, site)
-            out = out if alone else torch.unflatten(out, 0, (-1, images))
         return taps.logical(out)
 
     return run
@@ -289,6 +294,7 @@ def _group_norm(
         out, mean, rstd = torch.native_group_norm(
             given, taps.plain(weight), taps.plain(bias), len(given), channels, positions, num_groups, eps
         )
+        out = _shaped(out, rows.shape)
         if taps.is_shared(weight) or taps.is_shared(bias):
             flat, still = (len(given), channels, positions), given.detach()
 
@@ -297,7 +303,6 @@ def _group_norm(
                 return values if images == 1 else [each.view(-1, images, channels).sum(1) for each in values]
 
             out = taps.tap(out, taps.affine("group_norm", weight, bias, sums))
-        out = torch.unflatten(out, 0, (-1, images))
     return taps.logical(out)
 
 
@@ -341,6 +346,7 @@ def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
         still = given.detach()
 
         def sums(grad: Tensor) -> list[Tensor]:
+            grad = grad if last else grad.flatten(0, 1)
             both = [norm(still, None, None) * grad, grad]
             if last:
                 flat = [each.flatten(-last) for each in both]
@@ -349,9 +355,9 @@ def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
 
         with taps.outside():
             out = norm(given, taps.plain(weight), taps.plain(bias))
+            out = out if last else _shaped(out, rows.shape)
             if taps.is_shared(weight) or taps.is_shared(bias):
                 out = taps.tap(out, taps.affine(func.__name__, weight, bias, sums))
-            out = out if last else torch.unflatten(out, 0, (-1, rows.shape[1]))
         return taps.logical(out)
 
     return run

@@ -20,6 +20,7 @@ from quietgrad.torch.networks import compiled_sums
 from quietgrad.torch.networks.vectors import GradientTerms, LayerCall, Stored, squares_of
 
 _CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
+_CALL = 1 << 23  # multiplications of an example that are worth a call of their own
 
 
 class LinearLayerMap:
@@ -78,9 +79,19 @@ class Convolution:
         # convolution with a group per example is fastest.
         self.blocked = groups == 1 and all(c % 16 == 0 for c in weight[:2])
         self.depthwise = weight[1] == 1 and groups == weight[0] and len(self.kernel) == 2
+        self.few_channels = groups == 1 and weight[1] < 16
 
     def _grouped(self, inputs: Tensor) -> bool:
         return self.blocked and inputs[0, 0].numel() >= 256 * prod(self.stride)
+
+    def _one_by_one(self, inputs: Tensor) -> bool:
+        """Whether oneDNN is called for each example: of few channels, unfolding takes as long as the product.
+
+        A call must be worth it. In float64 oneDNN has no fast convolution.
+        """
+        if not self.few_channels or inputs.device.type != "cpu" or inputs.dtype != torch.float32:
+            return False
+        return inputs[0, 0].numel() // prod(self.stride) * prod(self.shape) >= _CALL
 
     def _padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self.padding) if any(self.padding) else inputs
@@ -136,6 +147,11 @@ class Convolution:
                 examples,
             )
             out.copy_(weight.view_as(out))
+        elif self._one_by_one(inputs):
+            like = inputs.new_empty((grads.shape[1], inputs.shape[1], *self.kernel))
+            for example, values in enumerate(out):
+                here = slice(example, example + 1)
+                values.copy_(self._backward(grads[here], inputs[here], like, 1).flatten(1))
         elif self.groups == 1:
             torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
         elif self._shifted(inputs) and out.is_contiguous():
@@ -225,8 +241,8 @@ class Convolution:
 
     def _at_once(self, inputs: Tensor) -> int:
         inputs = self._images(inputs)
-        if self._grouped(inputs):
-            return 64
+        if self._grouped(inputs) or self._one_by_one(inputs):  # what fills the cache is a weight for each example
+            return max(1, min(64, _CACHE // (prod(self.shape) * inputs.element_size())))
         if self._shifted(inputs):
             return max(1, _CACHE // (inputs[0].numel() * inputs.element_size()))
         positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
@@ -301,8 +317,7 @@ class OuterProducts:
             return cls(layer, [now.output_grad], [now.input], 1)
         change = torch.sub(now.output_grad, before.output_grad, alpha=mix.scale)
         left = mix.join(now.output_grad, change, layer.channel_dim)
-        same = now.input.data_ptr() == before.input.data_ptr() and now.input.stride() == before.input.stride()
-        if same:  # as the first layers see it
+        if _same_numbers(now.input, before.input):  # as the first layers see it
             return cls(layer, [left], [now.input], mix.families)
         step = now.input - before.input
         return cls(layer, [left, now.output_grad], [before.input, step], mix.families)
@@ -456,6 +471,13 @@ def write_gradients(
             change = torch.sub(values[part], before[part], alpha=scale, out=before[part])
             squares[1, part] = squares_of(change.flatten(1))
     return squares.T
+
+
+def _same_numbers(now: Tensor, before: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; the comparison ends where they begin to differ."""
+    if now.data_ptr() == before.data_ptr() and now.stride() == before.stride():
+        return True
+    return now.shape == before.shape and torch.equal(now, before)
 
 
 def _sequence(values: Tensor) -> Tensor:

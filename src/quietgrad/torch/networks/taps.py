@@ -89,6 +89,9 @@ class TapSite:
         self.arrange: Callable[[Tensor], Tensor] | None = None  # records in front
         self.grad: Tensor | None = None
         self.arrived: Callable[[TapSite], None] | None = None
+        self.first_places = slice(
+            None
+        )  # of the records of a pass; other places hold copies, which count for nothing
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -109,10 +112,21 @@ class TapSite:
             return None
         if self.kernel is not None:
             assert self.given is not None
-            given = self.given.to(dtype) if self.given.is_floating_point() else self.given
-            return LayerCall(given, self.grad.to(dtype))
+            given = self.given[self.first_places]
+            given = given.to(dtype) if given.is_floating_point() else given
+            return LayerCall(given, self.grad[self.first_places].to(dtype))
         assert self.vectors is not None
-        return [(slot, values.to(dtype)) for slot, values in self.vectors(self, self.grad)]
+        return [(slot, values[self.first_places].to(dtype)) for slot, values in self.vectors(self, self.grad)]
+
+    def numbers(self) -> list[Tensor]:
+        """All numbers that a record's contribution is made of, (n, …) each, as the program computed them."""
+        if self.grad is None:
+            return []
+        if self.kernel is not None:
+            assert self.given is not None
+            return [self.given, self.grad]
+        assert self.vectors is not None
+        return [values for _, values in self.vectors(self, self.grad)]
 
 
 class _Tap(torch.autograd.Function):
