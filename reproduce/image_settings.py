@@ -80,15 +80,24 @@ class Figure:
                     yield {"batch": batch, "step": step, "clip": self.clip, "second": second, "joint": joint}
 
     def axes(self, method: str) -> dict[str, tuple[Any, ...]]:
-        """The lists of the coordinate search, each in the direction in which a run travels further."""
-        shared: dict[str, tuple[Any, ...]] = {"step": self.steps, "batch": self.batches[::-1]}
+        """The lists of the coordinate search, each in the direction in which a run travels further.
+
+        They go one place beyond the paper's, so that its largest step can be bracketed: a step twice as large, and
+        γ = C2 = 1, where DP-SRM is DP-SGD.
+        """
+        steps = (*self.steps, 2.0 * self.steps[-1])
+        shared: dict[str, tuple[Any, ...]] = {"step": steps, "batch": self.batches[::-1]}
         if method == "dp-sgd":
             return {**shared, "clip": tuple(self.clips()[1:]), "momentum": (0.0, 0.9, 0.99)}
-        return {**shared, "second": self.second[::-1], "joint": (True, False)}
+        return {**shared, "second": (1.0, *self.second[::-1]), "joint": (True, False)}
 
     def centre(self, method: str) -> Row:
         """The middle of the paper's lists; both methods start with one effective clip, that of γ = C2 = 1/2."""
-        middle = {name: values[len(values) // 2] for name, values in self.axes(method).items()}
+        printed = {"step": self.steps, "second": self.second}
+        middle = {
+            name: (middle := printed.get(name, values))[len(middle) // 2]
+            for name, values in self.axes(method).items()
+        }
         return {**middle, "clip": self.clip, "joint": True} if method == "dp-srm" else {**middle, "momentum": 0.0}
 
     def clips(self) -> list[float]:
@@ -349,7 +358,7 @@ def _contender(search: list[Row], runs: list[Row]) -> Contender:
     key = {name: first[name] for name in ("figure", "epsilon", "method", "search")}
     tried = sum(all(row[name] == value for name, value in key.items()) for row in search)
     lists = [
-        Searched(name, list(values), first[name], 0.0 if name == "momentum" else None)
+        Searched(name, list(values), first[name], {"momentum": 0.0, "second": 1.0}.get(name))
         for name, values in figure.axes(method).items()
         if name not in ("clip", "joint")  # the clip is what the other method sets, and a kind of clip has no order
     ]
