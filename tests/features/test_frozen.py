@@ -193,9 +193,9 @@ def test_public_rows_whiten_each_row_by_itself(tmp_path: Path) -> None:
     whitened = Whitened(public, unit_rows=False, damping=1e-9)
     rows = whitened.rows(private)
     np.testing.assert_allclose(np.cov(rows.T), np.eye(54), atol=0.3)  # as many standard errors as 54² entries need
-    assert (
-        Whitened(public, unit_rows=False, damping=1e-9).rows(private[301:]) == rows[301:]
-    ).all()  # to the last bit
+    for first in (1, 2, 7, 301):  # each row to the last bit, wherever it stands
+        assert (whitened.rows(private[first:]) == rows[first:]).all()
+        assert (whitened.rows(np.delete(private, first, axis=0)) == np.delete(rows, first, axis=0)).all()
     assert Whitened(public, components=5).rows(private).shape == (700, 5)
     assert Whitened(public).digest != Whitened(public + 1e-3).digest
     for words, wanted in (({"components": 55}, "from 1 to 54"), ({"damping": 0.0}, "must be > 0")):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import write_atomically
@@ -23,9 +24,26 @@ from quietgrad.features.frozen import MARK, PublicFeatures, Rows, unit_length
 
 WHITENING_FILE = "whitening.npz"
 """Mean and directions of the public rows, in the folder of a run."""
-_AT_ONCE = (
-    256  # rows of one product: always as many, so that a row's last bits do not tell how many others there are
-)
+_AT_ONCE = 256  # rows that are made dense at a time
+_ROWS, _DEEP, _WIDE = 32, 64, 1024  # of a piece of a product: what is read again stays in the caches
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _add_products(rows: Rows, matrix: Rows, out: Rows) -> None:
+    """out += rows·matrix, each number added up in the order of the matrix's rows.
+
+    A library's product rounds a row by its place among others, on some machines also in blocks of one size. Here
+    all rows take the same course, so one record more changes no bit of another's features.
+    """
+    for top in range(0, len(rows), _ROWS):
+        for left in range(0, matrix.shape[1], _WIDE):
+            for deep in range(0, len(matrix), _DEEP):
+                for i in range(top, min(len(rows), top + _ROWS)):
+                    total = out[i, left : left + _WIDE]
+                    for k in range(deep, min(len(matrix), deep + _DEEP)):
+                        factor, part = rows[i, k], matrix[k, left : left + _WIDE]
+                        for j in range(len(total)):
+                            total[j] += factor * part[j]
 
 
 class Whitened:
@@ -130,11 +148,10 @@ class Whitened:
             X = self.features.rows(X)
         if X.shape[1] != len(self.mean):
             raise DataError(f"rows of {X.shape[1]} numbers, must be {len(self.mean)} as the public rows are.")
-        out = np.empty((X.shape[0], self.matrix.shape[1]), np.float32)
-        block = np.zeros((_AT_ONCE, len(self.mean)), np.float32)
+        out = np.zeros((X.shape[0], self.matrix.shape[1]), np.float32)
         for start in range(0, len(out), _AT_ONCE):
             some = X[start : start + _AT_ONCE]
             dense = some if isinstance(some, np.ndarray) else some.toarray()
-            block[: len(dense)] = dense - self.mean
-            out[start : start + _AT_ONCE] = (block @ self.matrix)[: len(dense)]
+            centred = np.ascontiguousarray(dense - self.mean, np.float32)
+            _add_products(centred, self.matrix, out[start : start + _AT_ONCE])
         return unit_length(out) if self.unit_rows else out
