@@ -2,8 +2,9 @@
 
     python benchmarks/scan_fit.py 1000000x20:1 1000000x20:2 300000x100:1 10000000x20:2
 
-Words are ROWSxCOLUMNS:THREADS. Float64 columns, snappy, row groups of 131 072, logistic regression with declared
-bounds at ε = 1, ``memory=400`` to 20 columns, else 800. A small fit comes first, so that compiled loops are loaded.
+Words are ROWSxCOLUMNS:THREADS, or ROWSxCOLUMNS:dask for two local Dask workers of one thread each. Float64
+columns, snappy, row groups of 131 072, logistic regression with declared bounds at ε = 1, ``memory=400`` to 20
+columns, else 800. A small fit comes first, so that compiled loops are loaded.
 "planned cpu" is what `quietgrad plan --rows ROWS --columns COLUMNS` says of the same fit before a file is opened.
 The unit is the median of reads before and after the fit, in CPU seconds and in seconds; CPU seconds count on
 a shared machine.
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +59,32 @@ def read(path: Path) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def fit(path: Path, columns: int, threads: int, ledger: Path) -> tuple[float, float, int]:
-    table = qg.data.scan(path, target="y", memory=400 if columns <= 20 else 800, threads=threads)
+def fit(path: Path, columns: int, threads: int, ledger: Path, client: Any = None) -> tuple[float, float, int]:
+    """Seconds, CPU seconds of all processes, and passes of a fit."""
+    where: dict[str, Any] = {"threads": threads} if client is None else {"cluster": client}
+    table = qg.data.scan(path, target="y", memory=400 if columns <= 20 else 800, **where)
     bounds = [(-6.0, 6.0)] * columns
     model = PrivateLogisticRegression(epsilon=1.0, delta=1e-8, classes=[0, 1], feature_bounds=bounds, ledger=ledger)
-    wall, cpu = time.perf_counter(), time.process_time()
+
+    def processors() -> float:
+        workers = 0.0 if client is None else sum(client.run(time.process_time).values())
+        return time.process_time() + workers
+
+    wall, cpu = time.perf_counter(), processors()
     model.fit(table)
-    return time.perf_counter() - wall, time.process_time() - cpu, table.passes
+    return time.perf_counter() - wall, processors() - cpu, table.passes
+
+
+@contextmanager
+def two_workers() -> Iterator[Any]:
+    """A client of two Dask workers, each a process of one thread."""
+    import distributed
+
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as workers,
+        distributed.Client(workers, set_as_default=False) as client,
+    ):
+        yield client
 
 
 def planned(rows: int, columns: int) -> float:
@@ -87,11 +109,15 @@ def main() -> None:
                 write(path, rows, columns)
             read(path)
             units = [read(path)]
-            wall, cpu, passes = fit(path, columns, int(threads), folder / f"{word}.jsonl")
+            with two_workers() if threads == "dask" else nullcontext() as client:
+                if client is not None:  # compiled loops are loaded on the workers, too
+                    fit(folder / "small.parquet", 20, 1, folder / "small-dask.jsonl", client)
+                count = 2 if threads == "dask" else int(threads)
+                wall, cpu, passes = fit(path, columns, count, folder / f"{word}.jsonl", client)
             units += [read(path) for _ in range(2)]
             unit, unit_cpu = (statistics.median(values) for values in zip(*units, strict=True))
             cells[word] = {
-                "rows": rows, "columns": columns, "threads": int(threads), "passes": passes,
+                "rows": rows, "columns": columns, "threads": count, "passes": passes,
                 "read seconds": unit, "read cpu": unit_cpu, "fit seconds": wall, "fit cpu": cpu,
                 "reads": wall / unit, "reads of cpu": cpu / unit_cpu, "planned cpu": planned(rows, columns),
                 "memory of the process so far, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,8 @@ from joblib import cpu_count
 
 from quietgrad.core.errors import ClusterError, QuietgradError
 from quietgrad.core.sanitize import sanitize
-from quietgrad.tables.scanned import Merge, Task, merged, one_thread_each
+from quietgrad.tables.row_cache import RowCache, WorkerRowCache
+from quietgrad.tables.scanned import BoxedSum, Merge, Task, merged, one_thread_each
 
 if TYPE_CHECKING:
     import distributed
@@ -131,6 +133,15 @@ class DaskRunner:
     def __repr__(self) -> str:
         return "DaskRunner()"
 
+    @property
+    def count(self) -> int:
+        """How many pieces a worker sums at a time."""
+        return max(map(int, self.client.nthreads().values()), default=1)
+
+    def row_cache(self, memory: int) -> WorkerRowCaches:
+        """Room for rows on every worker."""
+        return WorkerRowCaches(memory, self.client)
+
     def total(
         self, parts: object, work: Callable[[Any, Task], Value], tasks: Sequence[Task], merge: Merge
     ) -> Value | None:
@@ -143,11 +154,18 @@ class DaskRunner:
         # Not pure: a sum that was asked for twice is made twice, never remembered for another release.
         submit = partial(self.client.submit, pure=False)
         try:
-            together = _group_size(len(tasks), sum(self.client.nthreads().values()))
+            workers = self.client.nthreads()
+            together = _group_size(len(tasks), sum(workers.values()))
             rows = [_RowSelection(task) for task in tasks]
+            groups = [rows[start : start + together] for start in range(0, len(tasks), together)]
+            summand: Callable[[Any, Task], Any] = work
+            caches: Sequence[Any] = [None] * len(groups)
+            if isinstance(work, BoxedSum) and isinstance(work.cache, WorkerRowCaches):
+                # The caches travel as futures, so that Dask sends a group's work to where its rows are kept.
+                caches, summand = work.cache.of_groups(len(groups), len(workers)), replace(work, cache=None)
             level = [
-                submit(_work_on, partial(work, parts), merge, rows[start : start + together])
-                for start in range(0, len(tasks), together)
+                submit(_work_on, partial(summand, parts), merge, group, cache)
+                for group, cache in zip(groups, caches, strict=True)
             ]
             while len(level) > 1:
                 level = [
@@ -170,6 +188,25 @@ class DaskRunner:
             raise ClusterError(
                 f"cluster: a worker failed ({type(error).__name__}); the release was not made."
             ) from None
+
+
+class WorkerRowCaches:
+    """Caches on the workers, one for each group of pieces: Dask sends the work to where its group's cache lies.
+
+    They go when this object does. A worker that is lost takes its caches along, and Dask makes them again, empty,
+    where the work goes then. ``memory``: bytes on each worker.
+    """
+
+    def __init__(self, memory: int, client: distributed.Client) -> None:
+        self.memory, self._client = memory, client
+        self._caches: list[distributed.Future] = []
+
+    def of_groups(self, count: int, workers: int) -> list[distributed.Future]:
+        """The caches of ``count`` groups, the same as long as there are so many."""
+        if len(self._caches) != count:
+            share = self.memory * workers // count
+            self._caches = [self._client.submit(WorkerRowCache, share, pure=False) for _ in range(count)]
+        return self._caches
 
 
 def _group_size(tasks: int, slots: int) -> int:
@@ -202,7 +239,9 @@ class _RowSelection:
         return "rows"
 
 
-def _work_on(work: Callable[[Task], Value], merge: Merge, rows: list[_RowSelection]) -> Value | None:
+def _work_on(work: partial[Value], merge: Merge, rows: list[_RowSelection], cache: RowCache | None) -> Value | None:
+    if cache is not None:
+        work = partial(replace(work.func, cache=cache), *work.args)  # type: ignore[type-var]
     with one_thread_each():
         return merged((work(asked.task) for asked in rows), merge)
 

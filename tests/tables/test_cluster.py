@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,11 @@ from quietgrad.core.session.queries import Batch, GradientQuery
 from quietgrad.data.scanning import scan
 from quietgrad.estimators import PrivateLogisticRegression
 from quietgrad.tables.privacy_units import PersonRule
+from quietgrad.tables.range_queries import BoxedQuery, FeatureBox
+from quietgrad.tables.row_cache import WorkerRowCache
 from quietgrad.tables.scanned import Task
+from quietgrad.tables.table import Affine
+from quietgrad.tables.whitening import WhitenedGradient, Whitening
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -93,6 +99,37 @@ def test_what_a_worker_refuses_is_said_here(client: Any, folder: Path, tmp_path:
     pq.write_table(pa.table({"x": [1.0, np.nan], "y": [0, 1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="gaps, NaN or infinite"):
         qg.objectives.Logistic().prepare(scan(tmp_path, target="y", cluster=client))
+
+
+def _kept_rows(dask_worker: Any) -> int:
+    """Pieces whose rows a worker keeps."""
+    caches = [each for each in dask_worker.data.values() if isinstance(each, WorkerRowCache)]
+    return sum(key[0] == "rows" for cache in caches for key in cache._blocks)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("memory", [60, 400])
+def test_workers_keep_the_rows_of_a_run_and_drop_them_with_it(client: Any, folder: Path, memory: int) -> None:
+    frame = FeatureBox(np.full(D, -0.5), np.full(D, 2.0))
+    whitening = Whitening(Affine(np.full(D, 0.1), np.eye(D) + 0.1), 1.0, 1, 2.0)
+    sums: list[list[Any]] = []
+    for runner in (None, client):
+        source = scan(folder, target="y", classes=[0, 1], cluster=runner, memory=memory)
+        records: Any = qg.objectives.Logistic(intercept=True).prepare(source)
+        sums.append([])
+        for scale in (1.0, 2.0, 3.0):
+            query = BoxedQuery(WhitenedGradient(scale * np.arange(D + 1.0), 0.8, whitening), frame)
+            sums[-1].append(np.zeros(D + 1))
+            records.answer(query, Batch(records, None), sums[-1][-1])
+    for mine, theirs in zip(*sums, strict=True):
+        assert (mine == theirs).all()
+    assert sum(client.run(_kept_rows).values()) >= 5  # every piece; twice if another worker took it over
+    del source, records
+    gc.collect()
+    for _ in range(100):
+        if not sum(client.run(_kept_rows).values()):
+            break
+        time.sleep(0.1)
+    assert sum(client.run(_kept_rows).values()) == 0
 
 
 class _KillsOnce:

@@ -27,6 +27,7 @@ from quietgrad.data.scan_sources import FilePartition, Partition
 from quietgrad.data.tables import RowLayout
 from quietgrad.tables.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
 from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UnitGrouping
+from quietgrad.tables.row_cache import RowCache
 from quietgrad.tables.scanned import Merge, RowBlock, Task, merged, one_thread_each
 
 Value = TypeVar("Value")
@@ -97,6 +98,10 @@ class Threads:
     """Does the work on this machine, ``count`` pieces at a time."""
 
     count: int
+
+    def row_cache(self, memory: int) -> RowCache:
+        """Room for rows in this process."""
+        return RowCache(memory)
 
     def total(self, parts: ScanParts, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of all tasks, merged in their order whichever is done first."""

@@ -37,7 +37,7 @@ from quietgrad.data.tables import RowLayout
 from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.privacy_units import MEAN_OF_ALL, PersonRule
 from quietgrad.tables.row_cache import RowCache
-from quietgrad.tables.scanned import Merge, RowBlock, Task
+from quietgrad.tables.scanned import Merge, RowBlock, RowCaches, Task
 
 if TYPE_CHECKING:
     from quietgrad.cluster import DaskRunner
@@ -177,9 +177,9 @@ class Scan:
         found: Value | None = self.runner.total(parts, work, tasks, merge)
         return found
 
-    def row_cache(self) -> RowCache | None:
-        """Room for rows in the memory that reading leaves, and beyond it in a scratch file; none on a cluster."""
-        return RowCache(self.spare) if isinstance(self.runner, Threads) and self.whose is None else None
+    def row_cache(self) -> RowCache | RowCaches | None:
+        """Room for rows in the memory that reading leaves, and beyond it in a scratch file; people have none."""
+        return None if self.whose is not None else self.runner.row_cache(self.spare)
 
     def verify(self, reading: RecordAdapter) -> None:
         """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
@@ -356,7 +356,8 @@ def scan(
         labelled: whether there is a target; not where records are only predicted.
         person: the column of the ids of the people rows are about, by which the whole table must be sorted. The
             guarantee of a fit is then per person, with all their rows.
-        memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
+        memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all. On a
+            cluster, of each worker: rows that are read once are kept in what its threads leave of it.
         threads: cores to use; all of this process's by default.
         cluster: ``"local"``, the address of a Dask scheduler, or a Dask client: sums are made by its workers.
         allow_http: whether an address may be plain http, which every machine on the way can read and change.
@@ -383,13 +384,14 @@ def scan(
     layout, pieces, notes = cut_source(source, laying, public, allow_http=allow_http)
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
     units = tuple(unit for unit, _ in pieces)
+    one = _block_memory(layout, rows, units)
     if cluster is None:
-        count, spare = _affordable(threads, memory, layout, rows, units)
-        runner: Threads | DaskRunner = Threads(count)
+        runner: Threads | DaskRunner = Threads(_affordable(threads, memory, one, len(layout.read)))
     else:
         from quietgrad.cluster import connected
 
-        runner, spare = connected(cluster), 0
+        runner = connected(cluster)
+    spare = max(0, int((memory - _SPARE - runner.count * one) * 2**20))
     sizes = tuple(size for _, size in pieces if size is not None)
     known = None if layout.may_drop or len(sizes) < len(pieces) else sizes
     if known is not None and not sum(known):
@@ -399,23 +401,24 @@ def scan(
     return Scan(layout, units, runner, rows, int(memory), spare, notes, _seen=_ScanMetadata(sizes=known))
 
 
-def _affordable(
-    threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Partition]
-) -> tuple[int, int]:
-    """How many pieces can be read and summed at a time within ``memory`` MB, and the bytes that are left then."""
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads={threads!r}: must be ≥ 1.")
-    wanted = cpu_count() if threads is None else threads
+def _block_memory(layout: RowLayout, rows: int, units: Sequence[Partition]) -> float:
+    """MB that reading and summing one piece takes."""
     read = len(layout.read)
     firsts = {unit.path: unit for unit in reversed(units) if isinstance(unit, FilePartition)}
     held = max((unit.room(layout.read) for unit in firsts.values()), default=read * _PAGE)
     # Two batches read ahead, their rows laid out, a view of them by a frame; and what a reader holds of a file.
     together = 1 if layout.person is None else 2  # a person's rows are kept until all of them have come
-    one = (together * rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
+    return (together * rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20
+
+
+def _affordable(threads: int | None, memory: float, one: float, columns: int) -> int:
+    """How many pieces of ``one`` MB can be read and summed at a time within ``memory`` MB."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads!r}: must be ≥ 1.")
+    wanted = cpu_count() if threads is None else threads
     if _SPARE + one > memory:
         raise DataError(
-            f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
+            f"memory={memory:g}: {columns} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
             "time. Allow that much, or scan fewer columns."
         )
-    count = max(1, min(wanted, int((memory - _SPARE) / one)))
-    return count, max(0, int((memory - _SPARE - count * one) * 2**20))
+    return max(1, min(wanted, int((memory - _SPARE) / one)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -52,7 +52,7 @@ from quietgrad.tables.range_queries import (
     TargetMagnitudeHistogram,
     TargetRangeHistogram,
 )
-from quietgrad.tables.row_cache import RowCache
+from quietgrad.tables.row_cache import CacheWriter, RowCache
 from quietgrad.tables.table import Affine, Table
 from quietgrad.tables.whitening import (
     CentredMoments,
@@ -94,6 +94,13 @@ class Task(NamedTuple):
         return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
 
 
+class RowCaches(Protocol):
+    """Room for rows on the workers of a cluster, as the runner that gives each its own knows it."""
+
+    @property
+    def memory(self) -> int: ...  # bytes on each worker
+
+
 class PartReader(Protocol):
     """Reads parts; small, frozen, and sent to wherever the data lie."""
 
@@ -128,8 +135,8 @@ class ScanSource(Protocol):
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged by :func:`merged`; ``None`` if there is none."""
 
-    def row_cache(self) -> RowCache | None:
-        """Room for rows that need not be read again, in this process; ``None`` where there is none."""
+    def row_cache(self) -> RowCache | RowCaches | None:
+        """Room for rows that need not be read again, where they are read; ``None`` where there is none."""
         ...
 
     def verify(self, reading: RecordAdapter) -> None:
@@ -225,7 +232,7 @@ def _sum_each(queries: Sequence[Query], ends: Sequence[int], reading: Objective,
 
 
 @dataclass(frozen=True)
-class _BoxedSum:
+class BoxedSum:
     """The sum of one part as a frame shows it: rows in the box, rounded to float32, kept where there is a cache.
 
     They are rounded with or without a cache, on every machine, so all of them add the same numbers. A row is
@@ -237,14 +244,17 @@ class _BoxedSum:
     frame: FeatureBox
     queries: tuple[Query, ...]
     ends: Sequence[int]
-    cache: RowCache | None = field(default=None, repr=False)
+    cache: RowCache | RowCaches | None = field(default=None, repr=False)
+    """Of this process; or those of a cluster, where each worker is given its own before it begins."""
+    seen: int = 0
+    """The number of the transform among those of the run: the cache knows its lengths by it."""
 
     def __call__(self, parts: PartReader, task: Task) -> npt.NDArray[np.float64]:
         out = np.zeros(self.ends[-1])
         transform = self.transform
-        lengths = (id(transform), task.number)
-        known = self.cache.get(lengths) if self.cache is not None and lengths in self.cache else None
-        new = None if known is not None or self.cache is None else self.cache.writer(lengths)
+        lengths = ("lengths", self.seen, task.number)
+        known = self._kept(lengths)
+        new = None if known is not None else self._writer(lengths)
         with np.errstate(all="ignore"):
             for records in self._boxed(parts, task):
                 if known is not None and transform is not None:
@@ -262,14 +272,21 @@ class _BoxedSum:
         transforms = [query.whitening.transform for query in self.queries if isinstance(query, WhitenedGradient)]
         return transforms[0] if transforms else None
 
+    def _kept(self, key: tuple[object, ...]) -> Iterator[Any] | None:
+        return self.cache.get(key) if isinstance(self.cache, RowCache) and key in self.cache else None
+
+    def _writer(self, key: tuple[object, ...]) -> CacheWriter | None:
+        return self.cache.writer(key) if isinstance(self.cache, RowCache) else None
+
     def _boxed(self, parts: PartReader, task: Task) -> Iterator[Table]:
-        key = (id(self.frame), task.number)
-        if self.cache is not None and key in self.cache:
+        key = ("rows", task.number)
+        kept = self._kept(key)
+        if kept is not None:
             task.unit.check()  # nothing is released from a table that changes under a run
-            for columns, y in self.cache.get(key):
+            for columns, y in kept:
                 yield self._table(columns.T, y)
             return
-        writer = None if self.cache is None else self.cache.writer(key)
+        writer = self._writer(key)
         for data in parts.blocks(task):
             records = self.reading.prepare(data)
             X = np.asarray(self.frame.apply(records.X), dtype=np.float32, order="F")
@@ -318,8 +335,9 @@ class Scanned(StreamedRecords):
             self.row_bound: float | None = getattr(loss, "row_bound", None)
         self._foreseen: tuple[Query, ...] = ()
         self._sums: list[tuple[Query, Floats]] = []
-        self._cache: RowCache | None = None
-        self._cached: list[object] = []  # what the cache's keys are about: it must outlive them
+        self._cache: RowCache | RowCaches | None = None
+        self._frame: FeatureBox | None = None  # by which the cached rows are boxed
+        self._transforms: list[Affine | None] = []  # of which the cache has lengths of rows
         source.verify(reading)
         self._ends = np.cumsum(np.asarray(source.sizes, dtype=np.int64))
         if not len(self):
@@ -376,12 +394,13 @@ class Scanned(StreamedRecords):
             self.add(partial(_sum_each, queries, ends), batch, out)
             return
         inner = tuple(query.query for query in queries if isinstance(query, BoxedQuery))
-        if not any(known is frame for known in self._cached):  # another box: other rows
-            self._cache, self._cached = self.source.row_cache(), [frame]
-        work = _BoxedSum(self.reading, frame, inner, ends, self._cache)
-        if not any(known is work.transform for known in self._cached):
-            self._cached.append(work.transform)  # the cache knows it by its id
-        total = self.source.total(work, self.tasks(None), operator.iadd)
+        if frame is not self._frame:  # another box: other rows
+            self._cache, self._frame, self._transforms = self.source.row_cache(), frame, []
+        work = BoxedSum(self.reading, frame, inner, ends, self._cache)
+        if not any(known is work.transform for known in self._transforms):
+            self._transforms.append(work.transform)
+        seen = next(i for i, known in enumerate(self._transforms) if known is work.transform)
+        total = self.source.total(replace(work, seen=seen), self.tasks(None), operator.iadd)
         if total is not None:
             out += total
 
