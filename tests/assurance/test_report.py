@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import quietgrad as qg
 from quietgrad.assurance.report import page as pages
-from quietgrad.assurance.report.certificate import detection, privacy_report
+from quietgrad.assurance.report.certificate import detection, privacy_report, release_words
 from quietgrad.assurance.report.model import model_of
 from quietgrad.assurance.report.page import read_runs
 from quietgrad.assurance.report.spending import spending_of
@@ -33,6 +33,7 @@ from quietgrad.core.accounting.accounting import delta_of
 from quietgrad.core.accounting.events import gaussian
 from quietgrad.core.ledger.ledger import project_ledger
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression, to_run
+from quietgrad.methods.registry import EXAMPLES, entry
 from quietgrad.methods.result import load
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -335,11 +336,78 @@ def test_the_noise_stated_is_that_of_each_release(tmp_path: Path) -> None:
 def test_a_setting_of_a_thousand_ranges_takes_a_line(runs: list[Path]) -> None:
     (run, *_) = read_runs(runs[:1])
     same, other = [(-3.7416573867739413, 3.7416573867739413)] * 1000, [(0.0, float(j)) for j in range(1000)]
-    config = {**run.result.config, "look": {"features": same, "values": other}}
+    config = {**run.result.config, "look": {"features": same, "values": other, "octave_share": 0.0, "target": None}}
     text = pages.render([replace(run, result=replace(run.result, config=config))])
-    assert "features [1000 × [-3.74166, 3.74166]]" in text
+    assert "<dt>range estimation: features</dt><dd>[1000 × [-3.74166, 3.74166]]</dd>" in text
     assert "… (1000 in all)]" in text
     assert "[0, 500]" not in text
+    assert "octave" not in text  # what is switched off is no setting of the run
+    assert "range estimation: target" not in text
+
+
+def linear_facts(names: list[str], *, intercept: bool) -> dict[str, object]:
+    return {
+        "objective": "logistic", "features": len(names), "feature_names": names, "intercept": intercept,
+        "task": "binary", "classes": 2, "class_names": ["0", "1"], "regularizer": None, "row_bound": None,
+        "rows": "clip",
+    }  # fmt: skip
+
+
+def test_a_comparison_shows_each_model_before_certificates_and_curves(runs: list[Path]) -> None:
+    for folder in runs[:2]:
+        said = json.loads((folder / "result.json").read_text())
+        said["details"]["model"] = linear_facts(["age", "bmi", "dose"], intercept=False)
+        said["metrics"] = {"test_accuracy": 0.9, "majority_accuracy": 0.6, "private": False}
+        (folder / "result.json").write_text(json.dumps(said))
+    page = shown(runs[:2])
+    order = (
+        "Side by side", "The model of dp-srm", "ε spent", "majority class alone not private0.6000", "Features",
+        "The model of dp-gd", "Privacy certificate", "For every run above", "The course of the runs",
+    )  # fmt: skip
+    assert [part for part in order if part not in page] == []
+    assert sorted(order, key=page.index) == list(order)
+    assert page.count("Features") == 2
+
+
+def test_the_largest_coefficients_are_open_and_the_rest_is_folded(tmp_path: Path) -> None:
+    X = np.random.default_rng(5).normal(size=(300, 40))
+    names = [f"word {k}" for k in range(40)]
+    loss = qg.objectives.Logistic(intercept=True)
+    result = qg.minimize(loss, (X, (X[:, 7] > 0) * 1.0), qg.GD(steps=20), budget=None)
+    result = replace(result, details={**result.details, "model": linear_facts(names, intercept=True)})
+    fitted = model_of(result)
+    assert [row.name for row in (fitted.rows[0], fitted.rows[-1])] == ["word 7", "(intercept)"]
+    assert (len(fitted.rows), len(fitted.folded), fitted.left_out) == (16, 25, 0)
+    sizes = [abs(float(row.coefficients[0])) for row in (*fitted.rows[:-1], *fitted.folded)]
+    assert sizes == sorted(sizes, reverse=True)
+    page = render([result.save(tmp_path / "run")])
+    assert "<summary>25 more features, with smaller coefficients</summary>" in page
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if entry(name).kind.private])
+def test_every_release_of_every_algorithm_has_words(name: str) -> None:
+    """A name in a plan is short; the report says what each release is."""
+    for example in EXAMPLES[name]:
+        method = entry(name).make(dict(example.settings))
+        slots = method.schedule(example.n).slots
+        assert [slot.name for slot in slots if not release_words(slot.name)] == []
+
+
+def test_releases_that_are_drawn_alike_share_a_line(tmp_path: Path) -> None:
+    budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
+    result = qg.minimize(qg.objectives.Logistic(), rows(400), qg.WhitenedGD(steps=4, row_bound=2.0), budget=budget)
+    said = shown([result.save(tmp_path / "run")])
+    assert said.count("full batch: every record in every release") == 1
+    assert "second-moments second moments of the features" in said
+
+
+def test_a_negative_share_is_explained(tmp_path: Path, runs: list[Path]) -> None:
+    (run, *_) = read_runs(runs[:1])
+    score = pages.Evaluation(None, run.result.privacy, [], "", ["no", "yes"], [("no", ["1.003", "-0.003"])], [],
+                             "held-out", has_negative=True)  # fmt: skip
+    note = "Noise can make shares negative."
+    assert note in pages.render([replace(run, evaluation=score)])
+    assert note not in pages.render([replace(run, evaluation=replace(score, has_negative=False))])
 
 
 def test_how_to_repeat_it_names_no_folder(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from quietgrad import DPGD, minimize
 from quietgrad.assurance.report.ledger_page import spent_without_account, write_ledger_page
+from quietgrad.cli import main as cli
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.cost import Cost
@@ -69,6 +72,21 @@ def test_tables_without_an_account_are_also_stated_together(ledger: Ledger, tmp_
     assert re.search(words, str(spent_without_account(ledger, ledger.book())))
     page = write_ledger_page(ledger, tmp_path / "ledger.html").read_text()
     assert re.search(words, page)
+
+
+def test_the_page_names_a_run_by_its_folder_and_explains_its_marks(ledger: Ledger, tmp_path: Path) -> None:
+    X = np.random.default_rng(0).normal(size=(400, 2))
+    budget = Budget(1.0, 1e-5)
+    result = minimize(Logistic(), (X, X[:, 0] > 0), DPGD(steps=2), budget=budget, ledger=ledger.path, account="p")
+    replace(result, data={"name": "people.csv"}).save(tmp_path / "runs" / "first fit")
+    (tmp_path / "runs" / "first fit" / "run.json").write_text(json.dumps({"ledger": str(ledger.path)}))
+    page = write_ledger_page(ledger, tmp_path / "ledger.html", [tmp_path / "runs"]).read_text()
+    assert "first fit, people.csv<br>" in page
+    assert "a certificate was made of this run" not in page
+    assert cli(["certificate", str(tmp_path / "runs" / "first fit"), "-o", str(tmp_path / "c.json")]) == 0
+    page = write_ledger_page(ledger, tmp_path / "ledger.html", [tmp_path / "runs"]).read_text()
+    assert page.count("a certificate was made of this run") == 1
+    assert "another program ran it" not in page
 
 
 def test_a_run_that_names_no_account_says_how_it_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

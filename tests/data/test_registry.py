@@ -271,3 +271,19 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     for call, word in calls:
         with pytest.raises(DataError, match=word):
             call()
+
+
+def test_the_features_of_a9a_have_names() -> None:
+    """Each bit that a person of Adult sets is the one with the name of that person's cell."""
+    from quietgrad.data.builtin import a9a_feature_names, a9a_from_adult
+
+    names = a9a_feature_names()
+    assert len(names) == len(set(names)) == REGISTRY["a9a"].features
+    row = b"39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male,"
+    X, _ = a9a_from_adult(row + b" 2174, 0, 40, United-States, <=50K")
+    assert [names[k] for k in X.indices] == [
+        "32 < age ≤ 40", "workclass=State-gov", "fnlwgt ≤ 106647", "education=Bachelors", "education-num > 12",
+        "marital-status=Never-married", "occupation=Adm-clerical", "relationship=Not-in-family", "race=White",
+        "sex=Male", "capital-gain > 0", "capital-loss ≤ 0", "39 < hours-per-week ≤ 40",
+        "native-country=United-States",
+    ]  # fmt: skip

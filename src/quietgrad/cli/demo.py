@@ -64,10 +64,11 @@ def demo(
         }
         show_json({"data": data.name, "runs": runs, "account": total.to_json(), "report": page and str(page)})
         return
-    tell(f"\n{'run':<10}{'ε':>8}{'test accuracy':>16}{'test loss':>12}{'seconds':>10}")
+    tell(f"\n{'run':<10}{'ε':>8}{'test accuracy':>16}{'majority':>10}{'test loss':>12}{'seconds':>10}")
     for name, result in results.items():
         scores = result.metrics
-        figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
+        accuracies = f"{scores['test_accuracy']:>16.4f}{scores['majority_accuracy']:>10.4f}"
+        figures = f"{accuracies}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
         tell(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
     count = len(book.book().counted("demo"))
     tell(f"\nThe {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")

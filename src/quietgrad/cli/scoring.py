@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Details: TypeAlias = Mapping[str, Any]  # what a result.json holds
 _MOST_NAMES = 10  # of classes in one line
 _EDGE = 0.02  # of a declared range
+_MAJORITY = "majority_accuracy"  # of always answering the most frequent class
 TRAINING_PEOPLE = "training people: this score is of records that the model was trained on, not of held-out ones"
 
 
@@ -62,7 +64,7 @@ def metrics_of(score: PrivateScore) -> dict[str, Any]:
         scores |= {_metric(name): float(value), f"{_metric(name)}_error": float(error)}
     if score.confusion is not None and "accuracy" in score.stated:
         shares = np.asarray(score.confusion).sum(axis=1)
-        scores["majority_accuracy"] = float(np.clip(shares.max(), 0.0, 1.0))
+        scores[_MAJORITY] = float(np.clip(shares.max(), 0.0, 1.0))
     where = f"held-out records, with noise (ε = {score.privacy.epsilon:.4g})"
     noisy = {_metric(name): error for name, error in score.too_noisy.items()}
     return {**scores, "too_noisy": noisy, "private": True, "computed_on": dict.fromkeys(scores, where)}
@@ -109,7 +111,11 @@ def exact_scores(model: Any, data: Dataset) -> dict[str, Any]:
         scores = {"test_rmse": float(np.sqrt(np.mean((answers - truth) ** 2)))}
     else:
         known = ClassLabels.of(model.classes_)
-        scores = {"test_accuracy": float(np.mean(known.agree(answers, truth)))}
+        shares = np.bincount(known.encode_known(truth), minlength=len(known.names)) / len(truth)
+        scores = {
+            "test_accuracy": float(np.mean(known.agree(answers, truth))),
+            _MAJORITY: float(shares.max()),
+        }
         if hasattr(model, "predict_proba"):
             own = np.take_along_axis(model.predict_proba(data.X_test), known.encode_known(truth)[:, None], axis=1)
             scores["test_loss"] = float(-np.mean(np.log(np.maximum(own, 1e-300))))
@@ -133,14 +139,16 @@ def plain_scores(
     where: dict[str, str] = {}
     if test and data.X_test is not None:
         scores = _scores_on(objective, params, data.X_test, data.y_test, data.task, frame)
-        metrics |= {f"test_{name}": value for name, value in scores.items()}
-        where |= {f"test_{name}": HELD_OUT for name in scores}
+        scores = {_MAJORITY if name == _MAJORITY else f"test_{name}": value for name, value in scores.items()}
+        metrics |= scores
+        where |= dict.fromkeys(scores, HELD_OUT)
     if train:
         scores = _scores_on(objective, params, data.X, data.y, data.task, frame)
         records = objective.prepare(data.X if isinstance(data, ScannedData) else (data.X, data.y))
         gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
-        metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
-        where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
+        scores = {f"train_{name}": value for name, value in scores.items() if name != _MAJORITY}
+        metrics |= scores | {"gradient_norm": gradient}
+        where |= dict.fromkeys([*scores, "gradient_norm"], TRAINING)
     return {**metrics, "private": False, "computed_on": where} if metrics else {}
 
 
@@ -149,6 +157,7 @@ def _scores_on(
     task: str, frame: FeatureBox | None,
 ) -> dict[str, float]:  # fmt: skip
     loss, good, seen = 0.0, 0.0, 0
+    classes: Counter[float] = Counter()
     blocks: Any = [(table, labels)] if labels is not None else cast("Scan", table).by_row().blocks()
     for rows, y in blocks:
         X = rows if frame is None else frame.clipped(rows)
@@ -159,6 +168,8 @@ def _scores_on(
             answers = np.clip(answers, *frame.target)
         good += float(np.sum((answers - y) ** 2 if task == "regression" else answers == y))
         seen += len(y)
+        if task != "regression":
+            classes.update(np.asarray(y).tolist())
     if task == "regression":
         return {"loss": loss / seen, "rmse": math.sqrt(good / seen)}
-    return {"loss": loss / seen, "accuracy": good / seen}
+    return {"loss": loss / seen, "accuracy": good / seen, _MAJORITY: max(classes.values()) / seen}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -80,6 +81,27 @@ def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDA
     return X, np.where(income == ">50K", 1.0, -1.0)
 
 
+def a9a_feature_names() -> tuple[str, ...]:
+    """The 123 binary features of a9a in words: a bin of a numeric column, or one word of a category.
+
+    They follow from UCI's attribute list and the bins, and so hold for LIBSVM's own file, too.
+
+    >>> a9a_feature_names()[:6]
+    ('age ≤ 25', '25 < age ≤ 32', '32 < age ≤ 40', '40 < age ≤ 49', 'age > 49', 'workclass=Private')
+    """
+    from quietgrad.data.registry import REGISTRY
+
+    names: list[str] = []
+    for column, kind in read_schema(REGISTRY["adult"].schema or {}).columns.items():
+        if isinstance(kind, Categorical):
+            names += [f"{column}={word}" for word in kind.categories if word != "?"]
+        else:
+            edges = _A9A_EDGES[column]
+            between = [f"{low:g} < {column} ≤ {high:g}" for low, high in pairwise(edges)]
+            names += [f"{column} ≤ {edges[0]:g}", *between, f"{column} > {edges[-1]:g}"]
+    return tuple(names)
+
+
 def _parsed(spec: DatasetSpec, text: bytes) -> Dataset:
     from quietgrad.data.tables import parse_csv
 
@@ -99,7 +121,11 @@ def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
     labels = encode_labels(spec.name, raw, classes=(-1, 1))
     y_test = encode_labels(spec.name, raw_test, classes=(-1, 1)).y
     notes = (note, "published test set")
-    return Dataset(spec.name, X, labels.y, X_test, y_test, row_bound=spec.row_bound, notes=notes, **labels.facts)
+    names = a9a_feature_names() if spec.name == "a9a" else None
+    return Dataset(
+        spec.name, X, labels.y, X_test, y_test, row_bound=spec.row_bound, notes=notes, feature_names=names,
+        **labels.facts,
+    )  # fmt: skip
 
 
 def _adult(spec: DatasetSpec, contents: Contents) -> Dataset:

@@ -516,7 +516,9 @@ def undetected_notes(details: Mapping[str, Any], look: Mapping[str, Any]) -> tup
     if "coefficient_covariance" in details and look and not look.get("whole"):
         notes.append(CLIPPED_ERRORS)
     if raised := details.get("raised_eigenvalues"):
-        notes.append(f"{raised} directions of the curvature are hidden by noise: intervals along them are wider")
+        one = "1 direction of the curvature is hidden by noise; intervals along it are wider"
+        several = f"{raised} directions of the curvature are hidden by noise; intervals along them are wider"
+        notes.append(one if raised == 1 else several)
     return tuple(notes), advice
 
 

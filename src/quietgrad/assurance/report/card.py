@@ -107,8 +107,9 @@ def write_cards(folder: Path, output: Path | None = None, ledger: Path | None = 
 
 
 def _model(run: ReportedRun) -> Section:
-    elsewhere = {"data", "records (public number)", "people (public number)", "seconds", "stopped by"}
-    facts = [(name, value) for name, value in run.model if name not in elsewhere]
+    elsewhere = {"data", "seconds", "stopped by"}
+    counts = tuple(f"{unit} (" for unit in ("records", "people", "parties"))
+    facts = [(name, value) for name, value in run.model if name not in elsewhere and not name.startswith(counts)]
     written = ("written by", f"quietgrad {run.result.versions.get('quietgrad', '?')}")
     return Section("Model", facts=(("algorithm", run.result.algorithm), *facts, written))
 

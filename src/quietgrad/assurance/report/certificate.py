@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,43 @@ _SAMPLING = {
     "poisson-turns": "one of {cohorts} cohorts, in turn; of it Poisson, rate {rate:.4g}",
 }
 _SECRET = ("poisson", "random-allocation", "fixed-size", "poisson-turns", "self-sampled")
+_RELEASE_WORDS = {
+    "count": "the number of records",
+    "labels": "counts of labels, of which the frequent ones leave",
+    "ranges": "how many values each feature has per sign and order of magnitude",
+    "offsets": "where each feature's values lie within its order of magnitude",
+    "octaves": "the mean order of magnitude of each feature",
+    "targets": "the order of magnitude of the target",
+    "target-bins": "where the targets lie within their range",
+    "norms": "how long rows are",
+    "constant": "the gradient of the constant term",
+    "mean": "the mean of each feature",
+    "centred-norms": "how far rows are from the mean",
+    "second-moments": "second moments of the features",
+    "score": "the gradient at the fitted model, for standard errors",
+    "information": "the curvature at the fitted model, for standard errors",
+    "dispersion": "the spread of the residuals, for standard errors",
+    "gradient": "the gradient of the loss",
+    "first": "the gradient at the start",
+    "next": "the gradient, and its change since the step before",
+    "o1": "the gradient on a new sample",
+    "o2": "the change of the gradient since the step before",
+    "warm": "the gradient, in steps before the method's own",
+    "length": "the choice of a step length",
+    "model": "the trained model itself",
+    "update": "the clients' updates",
+    "evaluation": "a table of scores",
+    "norm": "the norm of the gradient",
+    "curvature": "the curvature of the loss",
+    "select": "the choice among candidates",
+    "round": "one round of a private search",
+    "cells": "how many records lie in each bin of each feature",
+    "shapes": "the shape of each feature's effect",
+    "pairs": "which pairs of features act together",
+    "stages": "the gradient of each stage",
+    "stage": "the gradient of one stage",
+    "stretch": "the gradient under one noise level",
+}
 _PROTECTED = {
     PrivacyUnit.RECORD: "one person's record",
     PrivacyUnit.PERSON: "one person, with all their records",
@@ -115,6 +153,8 @@ class ReleaseRow:
     sensitivity: str
     noise: str
     multiplier: str
+    meaning: str = ""
+    """What is released, in words."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +184,8 @@ class PrivacyReport:
     unit_words: str
     """What C means, which is not the same under the two relations."""
     accountant_words: str
+    samplers: tuple[str, ...]
+    """How records are drawn; releases that draw alike share a line."""
     best_guess: float | None
     """The most often that an attacker with 5 % false alarms can detect one record."""
 
@@ -189,9 +231,10 @@ def privacy_report(result: Result, ledger: Path | None) -> PrivacyReport:
     if privacy.epsilon is not None and privacy.delta is not None:
         best_guess = detection(privacy.epsilon, privacy.delta, 0.05)
     accountant = privacy.accountant or ""
+    samplers = sampler_words(privacy.sampling, [str(slot["name"]) for slot in result.details.get("slots", ())])
     return PrivacyReport(
         _releases(result), unit.in_words(composition), _account(result, ledger), protected, relation_words,
-        unit_words, _ACCOUNTANTS.get(accountant, accountant), best_guess,
+        unit_words, _ACCOUNTANTS.get(accountant, accountant), samplers, best_guess,
     )  # fmt: skip
 
 
@@ -234,8 +277,47 @@ def _releases(result: Result) -> tuple[ReleaseRow, ...]:
         elif sampling.get("sampling") in _SECRET and not mechanism.whole_run and sampling.get("rate") != 1.0:
             amplification = "by secret sampling"
         how = privacy.unit.in_words(sampling_words(sampling)), privacy.unit.in_words(amplification)
-        rows.append(ReleaseRow(name, made, slot.get("count", made), *how, sensitivity, noise, multiplier))
+        planned, words = slot.get("count", made), privacy.unit.in_words(release_words(name))
+        rows.append(ReleaseRow(name, made, planned, *how, sensitivity, noise, multiplier, words))
     return tuple(rows)
+
+
+def release_words(name: str) -> str:
+    """What a release is about, by its name in the plan; empty for a name that a program chose for itself.
+
+    >>> release_words("offsets-2"), release_words("mine")
+    ("where each feature's values lie within its order of magnitude, estimate 2", '')
+    """
+    if name in _RELEASE_WORDS:
+        return _RELEASE_WORDS[name]
+    if name.startswith("lines-"):  # of the straight lines that an additive model fits first
+        words = release_words(name.removeprefix("lines-"))
+        return f"{words}; first fit, by straight lines" if words else ""
+    start, _, number = name.rpartition("-")
+    words = _RELEASE_WORDS.get(start, "")
+    if not (words and number.isdecimal()):
+        return ""
+    return f"{words}, {'estimate' if start == 'offsets' else 'number'} {number}"
+
+
+def sampler_words(sampling: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A statement's sampling with equal samplers said once.
+
+    >>> sampler_words("a: every record; b: every record; c: one batch; drawn in secret", ("a", "b", "c"))
+    ('a, b: every record', 'c: one batch; drawn in secret')
+    >>> sampler_words("a: every record; b: every record", ("a", "b"))
+    ('every record',)
+    """
+    known = "|".join(re.escape(name) for name in names)
+    parts = re.split(rf"(?:^|; )({known}): ", sampling) if known else [sampling]
+    if parts[0] or len(parts) < 3:
+        return (sampling,)
+    groups: dict[str, list[str]] = {}
+    for name, words in zip(parts[1::2], parts[2::2], strict=True):
+        groups.setdefault(words, []).append(name)
+    if len(groups) == 1:
+        return tuple(groups)
+    return tuple(f"{', '.join(names)}: {words}" for words, names in groups.items())
 
 
 def sampling_words(sampling: Mapping[str, object]) -> str:

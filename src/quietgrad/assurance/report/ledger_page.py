@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import groupby
@@ -92,13 +92,27 @@ def spent_without_account(ledger: Ledger, book: LedgerState, delta: float | None
 
 
 @dataclass(frozen=True)
+class RunFiles:
+    """Where a run is kept: its folder's name, its data's name, and the addresses of its pages by their labels."""
+
+    folder: str = ""
+    data: str = ""
+    links: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class LedgerRun:
     """One run: its entries (a private count, epochs, the run itself), and where its report is."""
 
     name: str
     entries: tuple[ReservationState, ...]
-    links: Mapping[str, str]
+    files: RunFiles
     certified: bool
+
+    @property
+    def title(self) -> str:
+        """The run's folder and data, where they were found; else nothing."""
+        return ", ".join(filter(None, (self.files.folder, self.files.data)))
 
     @property
     def time(self) -> str:
@@ -157,6 +171,10 @@ class AccountView:
         return sum(run.condition is not None for run in self.runs)
 
     @property
+    def certified(self) -> int:
+        return sum(run.certified for run in self.runs)
+
+    @property
     def unfinished(self) -> int:
         return sum(run.state == "open" for run in self.runs)
 
@@ -177,20 +195,20 @@ class AccountView:
 def write_ledger_page(ledger: Ledger, target: Path, folders: Sequence[Path] = ()) -> Path:
     """Write the page about ``ledger`` to ``target``; ``folders`` are searched for runs whose reports are linked."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, render_ledger(ledger, links_in(folders, target.parent)).encode())
+    write_atomically(target, render_ledger(ledger, files_in(folders, target.parent)).encode())
     return target
 
 
-def render_ledger(ledger: Ledger, links: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page as text; ``links`` are, by run, the addresses of its files."""
+def render_ledger(ledger: Ledger, files: Mapping[str, RunFiles]) -> str:
+    """Return the page as text; ``files`` say, by run, where it is kept."""
     entries, book = ledger.entries(), ledger.book()
     certified = {str(entry.body.get("run")) for entry in entries if entry.kind == "certificate"}
     views = []
     for k, name in enumerate(book.accounts()):
-        total, runs = total_of(ledger, book, name), tuple(_runs(book.lines(name), links, certified))
+        total, runs = total_of(ledger, book, name), tuple(_runs(book.lines(name), files, certified))
         counted = book.of(name)
         curve = "" if total.epsilon is None else _curve(counted, total)
-        others = len(tuple(_runs(counted, links, certified))) - len(runs)
+        others = len(tuple(_runs(counted, files, certified))) - len(runs)
         views.append(AccountView(total, f"account-{k + 1}", runs, curve, others))
     longest = max((view.total.epsilon or 0.0 for view in views if view.total.cap is None), default=0.0)
     page = page_environment().get_template("ledger.html.j2")
@@ -209,32 +227,34 @@ def render_ledger(ledger: Ledger, links: Mapping[str, Mapping[str, str]]) -> str
     )
 
 
-def links_in(folders: Iterable[Path], start: Path) -> dict[str, dict[str, str]]:
+def files_in(folders: Iterable[Path], start: Path) -> dict[str, RunFiles]:
     """Find the finished runs in and below ``folders``; by run, its files' addresses as seen from ``start``."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, RunFiles] = {}
     for folder in folders:
         for file in sorted(folder.rglob("result.json")):
             try:
-                run = str(read_json(file)["details"]["run"])
-            except (OSError, ValueError, KeyError, TypeError):
+                said = read_json(file)
+                run, data = str(said["details"]["run"]), str((said.get("data") or {}).get("name") or "")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             pages = {label: file.with_name(name) for name, label in _LINKED.items()}
-            found[run] = {
+            links = {
                 label: quote(Path(os.path.relpath(page.resolve(), start.resolve())).as_posix())
                 for label, page in pages.items()
                 if page.is_file()
             }
+            found[run] = RunFiles(file.parent.name, data, links)
     return found
 
 
 def _runs(
-    lines: Sequence[ReservationState], links: Mapping[str, Mapping[str, str]], certified: set[str]
+    lines: Sequence[ReservationState], files: Mapping[str, RunFiles], certified: set[str]
 ) -> Iterable[LedgerRun]:
     by_run: dict[str, list[ReservationState]] = {}
     for line in lines:
         by_run.setdefault(run_of(line.reservation.run), []).append(line)
     for name, entries in by_run.items():
-        yield LedgerRun(name, tuple(entries), links.get(name, {}), name in certified)
+        yield LedgerRun(name, tuple(entries), files.get(name, RunFiles()), name in certified)
 
 
 def _curve(lines: Sequence[ReservationState], total: AccountSpending) -> str:

@@ -20,7 +20,8 @@ from quietgrad.tables.registry import saved_objective
 from quietgrad.tables.table import Floats
 
 _MOST_DRAWN = 20
-_MOST_ROWS = 60
+_MOST_ROWS = 300
+_MOST_OPEN = 15  # the rest is folded
 _MOST_SHAPES = 60
 _NORMAL_95 = 1.96
 _SCORES = {"logistic": "log-odds", "multinomial": "log-odds", "hinge": "margin", "poisson": "log of the mean"}
@@ -46,6 +47,8 @@ class FittedModel:
     """The quantity that coefficients and shapes add to, such as log-odds."""
     outputs: tuple[str, ...] = ()
     rows: tuple[FeatureRow, ...] = ()
+    folded: tuple[FeatureRow, ...] = ()
+    """Further rows, with smaller coefficients, that are shown on a click."""
     left_out: int = 0
     chart: str = ""
     shapes: tuple[tuple[str, str], ...] = ()
@@ -105,15 +108,21 @@ def _linear_model(result: Result, score: str, weights: Floats, bias: Floats | No
         if errors is not None:
             value, reach = float(values[k, 0]), _NORMAL_95 * float(errors[k])
             interval = f"{value - reach:.3g} to {value + reach:.3g}"
-            intervals.append((names[k], value, value - reach, value + reach))
+            if names[k] != INTERCEPT:  # of another size: it would press all others together
+                intervals.append((names[k], value, value - reach, value + reach))
         numbers = tuple(f"{value:.4g}" for value in values[k])
         between = f"{ends[0]:g} to {ends[1]:g}" if ends else ""
         rows.append(FeatureRow(names[k], between, means.get(names[k], ""), numbers, interval))
+    shown, folded = rows, []
+    if len(rows) > _MOST_OPEN + 5:  # a click for less is not worth it; the intercept stays with the largest
+        last = len(rows) - (bias is not None)
+        shown, folded = [*rows[:_MOST_OPEN], *rows[last:]], rows[_MOST_OPEN:last]
     return FittedModel(
         score,
         outputs=tuple(map(str, facts["class_names"])) if values.shape[1] > 1 else (),
-        rows=tuple(rows[:_MOST_ROWS]),
-        left_out=max(0, len(rows) - _MOST_ROWS),
+        rows=tuple(shown),
+        folded=tuple(folded[:_MOST_ROWS]),
+        left_out=max(0, len(folded) - _MOST_ROWS),
         chart=Intervals("Coefficients", intervals[:_MOST_DRAWN], f"added to the {score}").svg(),
         has_means=any(row.mean for row in rows),
         has_ranges=any(row.range for row in rows),
@@ -136,7 +145,10 @@ def _found_ranges(details: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     features = [name for name in names if name != INTERCEPT]
     if limits is None or any(len(side) != len(features) for side in limits):
         return {}
-    pairs = zip(map(float, limits[0]), map(float, limits[1]), strict=True)
+    pairs = list(zip(map(float, limits[0]), map(float, limits[1]), strict=True))
+    bound = (details.get("model") or {}).get("row_bound")
+    if bound is not None and set(pairs) == {(-float(bound), float(bound))}:
+        return {}  # the bound on rows, which says nothing of one feature
     return {name: pair for name, pair in zip(features, pairs, strict=True) if all(map(math.isfinite, pair))}
 
 

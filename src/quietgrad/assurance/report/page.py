@@ -28,6 +28,7 @@ from quietgrad.methods.score_noise import is_too_noisy, score_text
 
 _METRICS = {
     "test_accuracy": "test accuracy",
+    "majority_accuracy": "majority class alone",
     "test_loss": "test loss",
     "test_rmse": "test RMSE",
     "train_accuracy": "training accuracy",
@@ -35,6 +36,8 @@ _METRICS = {
     "train_rmse": "training RMSE",
     "gradient_norm": "gradient norm",
 }
+_OF_HELD_OUT = ("test_", "majority_")
+_SETTING_NAMES = {"look": "range estimation"}
 WITH_NOISE = "with noise"
 _NOT_SHOWN = "the result holds something that cannot be shown."
 _MOST_ITEMS = 8  # of a setting that is a list
@@ -60,6 +63,8 @@ class Evaluation:
     notes: list[str]
     people: str
     """Whose records were scored: "held-out" ones, or "training" ones."""
+    has_negative: bool = False
+    """Whether a share of the table is below zero."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class ReportedRun:
         if (score := self.score) is not None and scores.get("private") is True:
             return [(f"{label}, {score.people}", value, WITH_NOISE) for label, value in score.numbers]
         return [
-            (label, f"{scores[key]:.4f}", "held out" if key.startswith("test_") else "private records")
+            (label, f"{scores[key]:.4f}", "held out" if key.startswith(_OF_HELD_OUT) else "private records")
             for key, label in _METRICS.items()
             if key in scores
         ]
@@ -112,16 +117,25 @@ class ReportedRun:
 
     @property
     def config(self) -> list[tuple[str, str]]:
-        """The public settings, as text."""
-        return [(key.replace("_", " "), _plain(value)) for key, value in self.result.config.items()]
+        """The public settings, as text; of a setting that has settings of its own, those that are in use."""
+        rows: list[tuple[str, str]] = []
+        for key, value in self.result.config.items():
+            name = _SETTING_NAMES.get(key, key.replace("_", " "))
+            if isinstance(value, Mapping):
+                in_use = {inner: item for inner, item in value.items() if item not in (None, False, 0.0, "")}
+                rows += [(f"{name}: {inner.replace('_', ' ')}", _plain(item)) for inner, item in in_use.items()]
+            else:
+                rows.append((name, _plain(value)))
+        return rows
 
     @property
     def model(self) -> list[tuple[str, str]]:
         """Facts about the model and its data, as pairs of text."""
         facts = self.result.details.get("model", {})
+        known = "counted privately" if "counted" in self.result.details else "public number"
         rows = [
             ("data", str(self.result.data.get("name", "not named"))),
-            (self.result.privacy.unit.in_words("records (public number)"), f"{self.result.n_public}"),
+            (self.result.privacy.unit.in_words(f"records ({known})"), f"{self.result.n_public}"),
             ("parameters", str(len(self.result.params))),
         ]
         said = ("objective", "module", "loss", "regularizer", "intercept", "row_bound")
@@ -273,7 +287,8 @@ def _evaluation(path: Path) -> Evaluation | None:
         people = "training" if said.get("people") == "training" else "held-out"
         notes = [str(note) for note in said.get("notes", [])]
         why = contradiction(privacy)
-        return Evaluation(why, privacy, numbers, _calibration(curve), classes, confusion, notes, people)
+        negative = any(share < 0.0 for row in rows for share in row)
+        return Evaluation(why, privacy, numbers, _calibration(curve), classes, confusion, notes, people, negative)
 
 
 def _is_drowned(name: str, value: float | None, error: float | None) -> bool:
