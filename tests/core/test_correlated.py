@@ -638,9 +638,9 @@ def test_a_plan_that_lies_about_turns_is_refused() -> None:
     wire = json.loads(json.dumps(plan.schedule.slots[0].to_json()))
     assert Slot.from_json(wire) == plan.schedule.slots[0]
     for change in ({"releases": 31}, {"participations": 3}, {"separation": 9}):
-        with pytest.raises(ValueError, match="Make it for"):
+        with pytest.raises(ValueError, match="Build it with those values"):
             Slot.from_json({**wire, "mechanism": {**wire["mechanism"], **change}})
-    with pytest.raises(ValueError, match="Make it for"):
+    with pytest.raises(ValueError, match="Build it with those values"):
         Slot.from_json({**wire, "sampling": {**wire["sampling"], "cohorts": 4}})
 
 
@@ -655,7 +655,10 @@ def test_a_plan_that_lies_about_turns_is_refused() -> None:
         ({"sampling": "poisson", "cohorts": 4}, "name the cohorts"),
         ({"sampling": "turns", "cohorts": 8, "returns": "random"}, "random number of releases"),
         ({"sampling": "single-pass", "batch_size": 100}, "every record is used once"),
-        ({"sampling": "turns", "cohorts": 8, "noise": BufferedToeplitzNoise.made(31, 4, 8)}, "Make it for"),
+        (
+            {"sampling": "turns", "cohorts": 8, "noise": BufferedToeplitzNoise.made(31, 4, 8)},
+            "Build it with those values",
+        ),
         ({"sampling": "turns", "cohorts": 8, "noise": "pink"}, "must be"),
         ({"sampling": "turns", "cohorts": 301}, "at most n"),
     ],

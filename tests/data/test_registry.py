@@ -280,7 +280,7 @@ def test_the_features_of_a9a_have_names() -> None:
     names = a9a_feature_names()
     assert len(names) == len(set(names)) == REGISTRY["a9a"].features
     row = b"39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male,"
-    X, _ = a9a_from_adult(row + b" 2174, 0, 40, United-States, <=50K")
+    X: Any = a9a_from_adult(row + b" 2174, 0, 40, United-States, <=50K")[0]
     assert [names[k] for k in X.indices] == [
         "32 < age ≤ 40", "workclass=State-gov", "fnlwgt ≤ 106647", "education=Bachelors", "education-num > 12",
         "marital-status=Never-married", "occupation=Adm-clerical", "relationship=Not-in-family", "race=White",

@@ -219,7 +219,7 @@ def test_altered_plans_are_not_the_one_that_was_approved() -> None:
         assert FederatedPlan.from_json(altered).digest != plan.digest
     # Less noise than the turns need is refused before any approval.
     for change in ({"participations": 3}, {"separation": 7}, {"releases": 23}):
-        with pytest.raises(ValueError, match="Make it for"):
+        with pytest.raises(ValueError, match="Build it with those values"):
             FederatedPlan.from_json({**wire, "slots": [{**wire["slots"][0], "mechanism": {**mechanism, **change}}]})
     with pytest.raises(ValueError, match="mpc"):
         made_plan(trust="secure", secure="mpc")

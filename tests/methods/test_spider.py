@@ -191,7 +191,7 @@ def test_theory_splits_where_the_noise_of_an_estimate_is_least() -> None:
     [
         (lambda: qg.DPSpider(split=1.0), "split=1.0"),
         (lambda: qg.DPSpider(kappa=1.0, period=3), "kappa"),
-        (lambda: qg.DPSpider(full_queries=3), "goes with kappa"),
+        (lambda: qg.DPSpider(full_queries=3), "needs kappa"),
         (lambda: qg.DPSpider(steps=5, warm_steps=5).schedule(100), "warm_steps=5: must be below"),
         (lambda: qg.DPSpider(noise="correlated", sampling="turns", cohorts=4), "needs difference_clip"),
         (lambda: qg.DPSpider(noise="correlated", difference_clip=0.1).schedule(100), "must be certain"),

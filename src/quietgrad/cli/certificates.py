@@ -69,8 +69,8 @@ def verify(
 ) -> None:
     """Prove a certificate's ε again, by quietgrad and by quietgrad-verify, and check chain, plan and signature.
 
-    Exit code 0 only if ε is proved and nothing was altered; whether by two accountants or by one is said. Unsigned,
-    a file shows only that it is consistent.
+    Exit code 0 only if ε is proved and nothing was altered. The output states whether one or two accountants proved
+    ε. Unsigned, a file shows only that it is consistent.
     """
     demanded = None if public_key is None else read_key(public_key)
     if html is not None and find_spec("quietgrad_verify") is None:

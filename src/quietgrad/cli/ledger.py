@@ -287,7 +287,8 @@ def _in_words(value: object) -> str:
 
 
 keys_app = typer.Typer(
-    help="Keys of runs that were not closed. A holder of one can subtract its run's noise: keep none too long.",
+    help="Keys of runs that were not closed. Anyone with such a key can subtract the run's noise. "
+    "Resume or destroy old keys.",
     no_args_is_help=True,
     add_completion=False,
 )

@@ -65,7 +65,8 @@ def predict(
     ] = None,
     keep: Annotated[str | None, Option(help="Column of ids, kept beside predictions.")] = None,
     module: Annotated[
-        Path | None, Option(help="A network's code, which is run: the file of the run's folder, once read.")
+        Path | None,
+        Option(help="Python file that defines the network. It is executed: read it before you pass it."),
     ] = None,
     allow_http: AllowHTTP = False,
     as_json: Json = False,

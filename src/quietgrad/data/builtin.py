@@ -121,9 +121,9 @@ def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
     labels = encode_labels(spec.name, raw, classes=(-1, 1))
     y_test = encode_labels(spec.name, raw_test, classes=(-1, 1)).y
     notes = (note, "published test set")
-    names = a9a_feature_names() if spec.name == "a9a" else None
+    features = a9a_feature_names() if spec.name == "a9a" else None
     return Dataset(
-        spec.name, X, labels.y, X_test, y_test, row_bound=spec.row_bound, notes=notes, feature_names=names,
+        spec.name, X, labels.y, X_test, y_test, row_bound=spec.row_bound, notes=notes, feature_names=features,
         **labels.facts,
     )  # fmt: skip
 

@@ -195,7 +195,7 @@ class Scan:
                 if copied(self.pieces, found):
                     raise DataError(
                         f"{self.name}: two files hold the same rows, and each person in them would count twice. "
-                        " Name the files that are meant."
+                        "Name the files that are meant."
                     )
                 self._seen.digests = tuple(each.digest for each in found)
             sizes = tuple(each.rows for each in found)
@@ -352,7 +352,8 @@ def scan(
         schema: a public schema (:mod:`quietgrad.data.schema`): types, bounds, categories, what stands for a gap.
             Without it every column must be numbers without gaps.
         columns: the features, where there is no schema; all columns but the target if not given.
-        classes, task: what the targets are; an estimator knows itself.
+        classes: public class labels of the target; an estimator has its own.
+        task: ``"binary"``, ``"multiclass"`` or ``"regression"``; an estimator has its own.
         labelled: whether there is a target; not where records are only predicted.
         person: the column of the ids of the people rows are about, by which the whole table must be sorted. The
             guarantee of a fit is then per person, with all their rows.

@@ -216,9 +216,9 @@ class PrivateAdditiveClassifier(Classifier, _Additive):
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         classes: the label set, public; ``None`` finds frequent labels privately.
         feature_bounds: public (low, high) by feature or column name; what is missing is found privately.
-        categories: the public vocabulary of each category column, by name or position. Columns of pandas' category
-            or boolean type declare theirs, and a warning says so of the former: ``astype("category")`` reads them
-            from the records. A value outside its vocabulary counts for nothing.
+        categories: the public vocabulary of each category column, by name or position. Boolean columns need no
+            entry. For a pandas category column the dtype's categories are used, with a warning, because
+            ``astype("category")`` reads them from the records. A value outside its vocabulary counts for nothing.
         bins: of each numeric feature, at most; ``None`` chooses 4, 8, 16 or 32 by n and ε. A private estimate of
             where values lie sets the cuts, inside declared bounds too. Features that show no bend keep a line.
         pairs: columns whose joint effect is modelled too, such as ``[("age", "hours")]``, or positions of an array;

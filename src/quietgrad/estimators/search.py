@@ -60,8 +60,8 @@ def _has(name: str) -> Any:
 class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
     """Choose hyper-parameters of a private classifier or regressor within one budget.
 
-    How long :meth:`fit` takes reveals about how many settings were tried, which the proof assumes to be secret. Do
-    not let people time it who may not see the data.
+    The running time of :meth:`fit` reveals roughly how many settings were tried. The proof assumes that this number
+    is secret, so only people who may see the data may time a fit.
 
     Args:
         estimator: a private classifier with public ``classes``, or a regressor with public ``target_bounds``.
@@ -307,7 +307,8 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             raise ValueError(f"param_grid: {', '.join(sorted(own))} are the search's own; give them to it.")
         if facts := _FACTS.intersection(grid):
             raise ValueError(
-                f"param_grid: {', '.join(sorted(facts))} are facts, not settings: give the estimator one."
+                f"param_grid: {', '.join(sorted(facts))} cannot be searched, because they describe public facts. "
+                "Set them on the estimator."
             )
         if not 1.0 < self.mean_rounds <= _MOST_ROUNDS:
             raise ValueError(f"mean_rounds={self.mean_rounds!r}: must be between 1 and {_MOST_ROUNDS}.")

@@ -136,9 +136,9 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """One-hot encoding by a public vocabulary; it reads no records and costs nothing.
 
     Args:
-        categories: vocabulary by column name or position; columns of pandas' category or boolean type declare
-            theirs, and a warning says so of the former: ``astype("category")`` reads them from the records. Other
-            columns pass through. A value outside its vocabulary becomes zeros.
+        categories: vocabulary by column name or position. Boolean columns need no entry. For a pandas category
+            column the dtype's categories are used, with a warning, because ``astype("category")`` reads them from
+            the records. Other columns pass through. A value outside its vocabulary becomes zeros.
 
     With ``set_output(transform="pandas")`` the columns of categories are boolean, so that an estimator behind it
     need not pay to find that they lie in [0, 1].

@@ -403,7 +403,8 @@ class FederatedCurator:
 
     Args:
         ledger, account, cap: the coordinator's own record of what the run releases; each party keeps its own too.
-        identity, roster: who is who, for ``secure="masks"``.
+        identity: the coordinator's own keys, for ``secure="masks"``.
+        roster: the public keys of all members, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
         seed: fixed randomness, for tests: the run is then **not private**.
         revocations: the members that are no longer trusted, whose list is handed out to all.

@@ -64,7 +64,8 @@ class NetworkSource(BaseObjective):
     """A network as its plan describes it, for planning; only :meth:`build` runs its code.
 
     Args:
-        file, maker: the module's file, and the function in it that returns the module.
+        file: the module's file.
+        maker: the function in the file that returns the module.
         text: what the file holds.
         parameters: how many numbers are trained.
         loss: a name in :data:`LOSSES`, or of a function in the file.

@@ -91,7 +91,8 @@ class PartyCurator(Member):
         data: what ``objective.prepare`` takes.
         plan: the plan this party approved; a coordinator with another one is refused.
         ledger, account, cap: as in :class:`~quietgrad.core.session.curator.CentralCurator`; this party's own.
-        identity, roster: who is who, for secure sums.
+        identity: this party's own keys, for secure sums.
+        roster: the public keys of all members, for secure sums.
         folder: keep a journal here, so that this party can restart within the run; without it a restarted party
             has approved another run and is charged for the whole plan again. One process at a time.
         seed: fixed randomness, for tests: the run is then **not private**.

@@ -62,10 +62,12 @@ class FederatedPlan(Plan):
     Settings are those of :func:`~quietgrad.federation.simulation.simulate`, and:
 
     Args:
-        names, sizes: the parties in order, and their public numbers of records, which sum to ``n_public``.
+        names: the parties in order.
+        sizes: public number of records of each party; they sum to ``n_public``.
         factors: what each party multiplies its sum by. 1 weighs every record the same (w_j = n_j/n); weights w_j
             give w_j·n/n_j, and one record then counts up to max(factors)·C.
-        templates, dims: by slot, the queries that may be asked, and the length of an answer.
+        templates: the queries that may be asked, by slot.
+        dims: the length of an answer, by slot.
         parties_per_person: with people as the unit, how many parties one of them may be known to, at most; public,
             and the parties' word. What a person adds to a sum is then up to that many times what a party lets them
             add, and the noise is as much louder; a party's own noise (``"local"``) is paid for that often instead.

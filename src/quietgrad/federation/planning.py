@@ -167,7 +167,8 @@ def federate(
     """Calibrate ``algorithm`` for many parties, without touching a record.
 
     Args:
-        names, sizes: the parties and their public numbers of records, or of people.
+        names: the parties in order.
+        sizes: public number of records, or of people, of each party.
         budget: the guarantee for every record of every party; ``None`` adds no noise.
         noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
         unit: ``"person"`` if sizes count people with several records each.

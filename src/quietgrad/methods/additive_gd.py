@@ -61,7 +61,8 @@ class AdditiveGD(Algorithm):
         features: one per column: its name, and its vocabulary if it is a category; weight 0 for a line alone.
         look: how ranges are estimated.
         bins: of each numeric feature.
-        lines, rest: the two descents; no ``rest`` for lines alone.
+        lines: the first descent, which fits straight lines.
+        rest: the second descent, which fits shapes; ``None`` for lines alone.
         cell_share: part of μ² for a histogram within the ranges, by which bins are cut.
         pairs: positions of features that act together; ``None`` to find them.
     """

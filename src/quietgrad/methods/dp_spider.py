@@ -84,11 +84,15 @@ class DPSpider(FirstOrder):
         full_queries: with ``kappa``, the most full gradients (default: a tenth of the steps); the run stops there.
         split: share of the budget for full gradients (default: theory's, from ``path`` or ``kappa``, else half).
         path: a public bound on the length of the walk, from which theory gives the split.
-        batch_size, difference_batch_size, sampling: all records (``"full"``), or samples of these expected sizes.
-        warm_steps, warm_share, warm_learning_rate: begin with so many steps of plain DP-SGD for this share of the
-            budget, at a rate of their own if given.
-        cohorts, noise: ``noise="correlated"`` for differences on a ``"single-pass"`` or in ``"turns"``; needs
-            ``difference_clip``, and steps are shortened to ``difference_clip`` ÷ ``smoothness``.
+        batch_size: expected records of a full gradient, unless ``sampling`` is ``"full"``.
+        difference_batch_size: expected records of a difference, unless ``sampling`` is ``"full"``.
+        sampling: all records (``"full"``), or samples of the expected sizes.
+        warm_steps: number of steps of plain DP-SGD at the beginning.
+        warm_share: share of the budget for these steps.
+        warm_learning_rate: learning rate of these steps (default: that of the others).
+        cohorts: number of cohorts that take turns.
+        noise: ``"correlated"`` for differences on a ``"single-pass"`` or in ``"turns"``; needs ``difference_clip``,
+            and steps are shortened to ``difference_clip`` ÷ ``smoothness``.
         returns: ``"last"``, ``"average"`` of the second half, ``"ema"``, or ``"random"`` round.
 
     >>> [(slot.name, slot.count) for slot in DPSpider(steps=100, period=25, warm_steps=20).schedule(1000).slots]
@@ -119,7 +123,9 @@ class DPSpider(FirstOrder):
 
     def __post_init__(self) -> None:
         if self.kappa is None and self.full_queries is not None:
-            raise ValueError("full_queries: goes with kappa; a period says how many full gradients there are.")
+            raise ValueError(
+                "full_queries: needs kappa. With a period, the period sets the number of full gradients."
+            )
         if self.kappa is not None and (
             self.period is not None or self.warm_steps or self.noise != "independent" or self.path is not None
             or self.sampling not in ("full", "poisson")

@@ -31,7 +31,8 @@ class DPSRM(FirstOrder):
 
     Args:
         steps: T updates; one release ``first`` and T − 1 releases ``next``.
-        batch_size, first_batch_size: b and b₀ (default b).
+        batch_size: b, expected records of a release.
+        first_batch_size: b₀, expected records of the first release (default b).
         first_noise: noise multiplier of the first release relative to the others.
         learning_rate: a number or schedule (practical mode).
         gamma: γ, the weight of the fresh gradient.

@@ -56,7 +56,10 @@ class RangeEstimation:
         ranges: how each feature is given a limit: by a histogram of its own (``"each"``); by one ``"pooled"``
             histogram for all; or by that and each feature's ``"means"`` of octaves. ``"relative"`` narrows wide
             declared ranges all alike, by one histogram of values in units of their limits.
-        range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
+        range_share: part of the squared budget μ² spent on the histograms; 0 for no release.
+        offset_share: part of μ² spent on each release of offsets; 0 for no release.
+        octave_share: part of μ² spent on mean octaves; 0 for no release.
+        target_share: part of μ² spent on the target's range; 0 for no release.
         closer: how often the offsets are estimated, each time within what was found before: a date of a few years
             among seconds since 1970 is found in three releases.
         sparse: rows whose zeros are not stored: no feature is shifted.

@@ -116,8 +116,9 @@ class WhitenedGD(Algorithm):
         learning_rate: η in units of 1/(curvature of the loss in its score); default 1.25.
         clip: C in units of the whitened rows' root mean square length.
         row_bound: R for the moments; ``None`` finds the 99 % quantile of row norms privately.
-        mean_share, moment_share, norm_share: parts of the squared budget μ² spent on the mean, the second moments,
-            and (without ``row_bound``) the row norms; 0 leaves that release out.
+        mean_share: part of the squared budget μ² spent on the mean; 0 leaves the release out.
+        moment_share: part of μ² spent on the second moments; 0 leaves the release out.
+        norm_share: part of μ² spent on the row norms, without ``row_bound``; 0 leaves the release out.
         centred_share: part of μ² spent on the lengths of rows centred by the released mean. The second moments are
             then those of centred rows, shortened to the length that nine of ten do not exceed; 0: of rows as they
             are.

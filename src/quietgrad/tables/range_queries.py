@@ -298,7 +298,8 @@ class FeatureBox(RecordMap):
     """x ↦ (clip(x, low, high) − c)/h per feature; zero stays zero (c = 0) wherever it is in the box.
 
     Args:
-        low, high: the box, low < high.
+        low: lower ends of the box.
+        high: upper ends of the box, above ``low``.
         target: the interval targets are kept in, scaled to ±2; ``None`` leaves them as they are (classes).
         unit: what counts are divided by instead, about their mean.
     """

@@ -355,7 +355,7 @@ class Scanned(StreamedRecords):
         if name == "row_bound":
             refuse_person("a fit without clipping")
         raise NotScannedError(
-            f"{name}: a query asked for it that needs the table in memory; load the table, or use another method."
+            f"{name}: a query of this method needs the table in memory. Load the table, or use another method."
         )
 
     def contents(self) -> Iterator[bytes]:

@@ -44,7 +44,8 @@ class Feature:
 
     Args:
         name: of the column.
-        low, high: values beyond are moved to the limit, for the line.
+        low: lower limit of the line; values below are moved to it.
+        high: upper limit of the line; values above are moved to it.
         cuts: edges of the bins; none for a category, and where there is a line alone.
         mass: of each bin, as far as it is known.
         values: the vocabulary of a category.

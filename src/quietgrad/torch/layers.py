@@ -20,8 +20,8 @@ DPMultiheadAttention = nn.MultiheadAttention
 def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Return the mean over examples of each one's mean loss per token, shifted by one.
 
-    A mean over all tokens of a batch divides by how many there are: a long example would make the others lighter,
-    and padding all of them. Here an example weighs the same in any batch.
+    A mean over all tokens of a batch divides by their number. A long example would then reduce the weight of the
+    others, and padding the weight of all. Here an example has the same weight in every batch.
 
     >>> import torch
     >>> logits = torch.randn(2, 4, 5)

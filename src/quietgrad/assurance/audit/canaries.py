@@ -280,7 +280,8 @@ class QueryGame(Game):
     """Both worlds have the same small table; the session adds the canary to every sum.
 
     Args:
-        objective, data: what the algorithm is run on.
+        objective: the objective that the algorithm is run on.
+        data: the table that the algorithm is run on.
         relation: under add-remove the canary is absent in the second world, under replace-one it is mirrored.
         only: the slots that the canary is in, if not in all: on disjoint records it is in one.
         every: how many releases apart its turns are.

@@ -56,7 +56,8 @@ def attack_party(
     Args:
         method: of one round, and its samples.
         runs: rounds of each world, each a new sample.
-        ask, objective: what is asked, and of whom; a test puts broken ones here.
+        ask: the query that is released; a test puts a broken one here.
+        objective: the objective that answers it; a test puts a broken one here.
         claim: the plan of one round whose profile is attacked; that of the method unless given.
 
     >>> attack_party(FedAvg(rounds=1, sampling="poisson", sample=0.5, clip=1.0), 400).verdict != "violation"

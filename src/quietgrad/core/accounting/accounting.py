@@ -364,8 +364,10 @@ def calibrate(
     The releases are Gaussian.
 
     Args:
-        epsilon, delta, relation: the guarantee.
+        epsilon: the largest ε that the releases may cost together.
+        delta: probability with which the bound e^ε may fail.
         steps: number of releases.
+        relation: neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         sampled: ``sampling``, ``n``, ``batch_size`` and ``rate``, as in :class:`Sampled`.
 
     >>> z = calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=512, steps=2000)

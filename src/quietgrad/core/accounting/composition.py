@@ -118,7 +118,7 @@ def total_upfront(event: Event, relation: Relation) -> float:
 
     if fold(event, hidden) != 0.0:
         raise AccountantRefusal(
-            event, "a release that decides about others stands before them, never inside a sample"
+            event, "a release that decides about others must come before them, and cannot be inside a sample"
         )
     return fold(event, added)
 

@@ -130,9 +130,11 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
 
     Args:
         releases: T, the most releases there can be; the noise does not depend on where a run stops.
-        participations, separation: k and b: a record is in at most k releases, at least b apart.
-        lam, alpha: λ and α of the buffers, all in (0, 1) with Σα ≤ 1, which makes c positive and falling and the
-            recursion stable.
+        participations: k, the most releases that a record takes part in.
+        separation: b, the least distance between two releases of a record.
+        lam: λ of the buffers, all in (0, 1).
+        alpha: α of the buffers, all in (0, 1) with Σα ≤ 1, which makes c positive and falling and the recursion
+            stable.
 
     >>> once = BufferedToeplitzNoise.made(256)
     >>> round(once.sensitivity(), 3), round(once.loudness, 2)
@@ -266,9 +268,9 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
             raise ValueError("correlated noise gains nothing where every record is in every release: use DP-GD.")
         if count > self.releases or k > self.participations or (k > 1 and b < self.separation):
             raise ValueError(
-                f"correlated noise for {self.releases} releases, a record in {self.participations} at least "
-                f"{self.separation} apart: the plan has {count}, a record in {k} at least {b} apart. Make it for "
-                "those."
+                f"correlated noise: this noise supports {self.releases} releases with {self.participations} "
+                f"participations at least {self.separation} steps apart; the plan needs {count} releases with {k} "
+                f"at least {b} apart. Build it with those values."
             )
 
     def rows(self, key: bytes, label: str) -> BufferedToeplitzRecurrence:
@@ -390,8 +392,9 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
         k, b = participation
         if count > self.releases or (k > 1 and b < self.cohorts):
             raise ValueError(
-                f"noise in {self.cohorts} bands for {self.releases} releases: the plan has {count}, a record's at "
-                f"least {b} apart. Make it for those; there may be as many bands as cohorts."
+                f"correlated noise: this noise supports {self.releases} releases in {self.cohorts} bands; the plan "
+                f"needs {count} releases, with those of a record at least {b} apart. Build it with those values; "
+                "there may be as many bands as cohorts."
             )
 
     def describe(self, multiplier: float) -> str:

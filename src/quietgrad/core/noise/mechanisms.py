@@ -511,7 +511,8 @@ class StandardNormals:
     The numbers of many releases are made at a time, because a call into the stream costs more than a short vector.
 
     Args:
-        key, label: of the stream they come from.
+        key: key of the stream they come from.
+        label: label of the stream they come from.
         count: how many releases there can be, if that is known: a short run draws no more.
     """
 

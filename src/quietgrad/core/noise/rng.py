@@ -90,7 +90,7 @@ class SecureStream:
         """
         width = np.dtype(kind).itemsize
         if first * width % 16:
-            raise ValueError(f"first={first}: so many words of {width} bytes are no whole number of 16 bytes.")
+            raise ValueError(f"first={first}: first × word size ({width} bytes) must be a multiple of 16 bytes.")
         return self._read(block, width * size, first * width // 16).view(kind)
 
     def at(self, block: int, counters: npt.ArrayLike) -> npt.NDArray[np.uint64]:

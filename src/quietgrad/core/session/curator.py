@@ -141,7 +141,8 @@ class CentralCurator:
             transcript: the run's transcript, if the run may be interrupted. A transcript that was found on the disk
                 continues its run: the run's entry in the ledger is opened again, for the identical plan only, and a
                 new line says so. A private run without a ledger cannot be continued.
-            used, rho_left: how far the interrupted session had come by its last checkpoint.
+            used: number of releases by slot at the interrupted session's last checkpoint.
+            rho_left: what was left of a zCDP filter at that checkpoint.
             within: an entry that pays for this plan already (a round of a private search).
             note: what the ledger says of the run; the algorithm's name by default.
             part: the data may be a part of a table that the account knows, such as a fold.

@@ -74,8 +74,10 @@ class Header:
     Args:
         kind: of the front end, which alone may go on with it: "table", "loop", …
         plan: what may be released and what it costs.
-        ledger, ledger_id: where it is paid for; ``None`` for a run without noise.
-        account, asked: under which name lines stand in the ledger, and the one that the user gave.
+        ledger: path of the ledger that is charged; ``None`` for a run without noise.
+        ledger_id: the identity of that ledger, which a copy at another path shares.
+        account: the name under which lines stand in the ledger.
+        asked: the account name that the user gave.
         cap: a budget that the account as a whole must not exceed.
         settings: what else the front end settled, as JSON values.
         notes: what the statement will say besides.
@@ -302,7 +304,10 @@ def open_run(
     path = Path(folder)
     name, key, header, stands = _sealed(path)
     if header.kind != kind:
-        raise DataError(f"{path}: a {header.kind} run is kept here, and this goes on with a {kind} run only.")
+        raise DataError(
+            f"{path}: this folder holds an unfinished {header.kind} run; this call resumes only {kind} runs. "
+            "Use the call that started it, or another folder."
+        )
     account = Account(header.account)
     if header.ledger is not None:
         book = ledger if isinstance(ledger, Ledger) else Ledger(ledger or header.ledger)

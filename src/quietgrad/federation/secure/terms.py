@@ -60,7 +60,8 @@ class SecureSumConfig:
     the three-server computation only the smoothing share of one server is spare (factor 1.003).
 
     Args:
-        parties, dimension: m, how many hold data; d, the length of every vector.
+        parties: m, the number of data holders.
+        dimension: d, the length of every vector.
         bound: L2 bound of one party's vector (sum over its records), clipped on encoding.
         sigma: σ > 0 of the guaranteed noise, or 0 for an exact sum that is **not private**.
         honest: masks: h, how many honest parties remain in any sum; default m − 1, so that no single party,

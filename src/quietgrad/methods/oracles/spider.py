@@ -279,9 +279,11 @@ class Spider(SpiderOracle):
         clip, smoothness, difference_clip: as in :class:`AdaptiveSpider`.
         split: s, the share of SPIDER's budget for full gradients (default: from ``path``, else one half).
         path: a public bound on Σ‖x − x′‖, the length of the walk.
-        batch_size, difference_batch_size: expected records of O1 and O2; all of them with ``sampling="full"``.
+        batch_size: expected records of O1; all of them with ``sampling="full"``.
+        difference_batch_size: expected records of O2; all of them with ``sampling="full"``.
         sampling: of differences, and of full gradients unless differences take turns: then those ask all records.
-        warm_steps, warm_share: begin with so many plain gradients, for this share of the budget.
+        warm_steps: number of plain gradients at the beginning.
+        warm_share: share of the budget for these gradients.
         cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`, of the differences.
 
     >>> [(slot.name, slot.count, round(slot.noise, 2)) for slot in Spider(period=50).slots(1000, steps=100)]

@@ -166,8 +166,8 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
 
     Every process starts with the leader's parameters; ``make_private`` does the rest.
 
-    torch's own ``DistributedDataParallel`` may be used as well: what it would add up are gradients that were not
-    clipped, so its sums are replaced by those of the private loop.
+    torch's own ``DistributedDataParallel`` may be used as well. It would sum gradients that were not clipped, so
+    the private loop replaces its sums.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -169,7 +169,8 @@ class PrivateLoop(Loop):
         budget: the guarantee; the noise follows from it and from ``epochs`` or ``steps``.
         noise_multiplier: fixes the noise instead of ``budget``; ``delta`` and ``relation`` say what :attr:`privacy`
             is about.
-        epochs, steps: how long the loop is. With a noise multiplier and no ledger neither need be given.
+        epochs: length of the loop in epochs. With a noise multiplier and no ledger it may be left out.
+        steps: length of the loop in steps, instead of ``epochs``.
         sampling: ``"poisson"``; ``"random-allocation"``: every record is in one secret sample of each epoch, drawn
             independently; ``"turns"``: likewise, accounted without amplification; ``"single-pass"``: every record
             once in the whole loop, at the cost of one release.
@@ -183,7 +184,8 @@ class PrivateLoop(Loop):
             each holds is public, and they are paid for once, as one data set. Without it all hold the same.
         callbacks: called with a :class:`~quietgrad.methods.callbacks.Progress` after each :meth:`step`; a stop by
             one of them costs the whole plan.
-        micro_batch, memory_budget: records per pass, and bytes of per-record gradients kept at a time.
+        micro_batch: records per pass.
+        memory_budget: bytes of per-record gradients kept at a time.
 
     >>> import torch
     >>> x, model = torch.randn(300, 2), nn.Linear(2, 2)

@@ -44,7 +44,8 @@ class ModuleObjective(BaseObjective):
     """F(θ) = (1/n) Σᵢ loss(module_θ(xᵢ), yᵢ) + r(θ).
 
     Args:
-        module, loss: called with one record at a time; ``loss`` is ``None`` if a loop calls the module.
+        module: called with one record at a time.
+        loss: called with one record's output; ``None`` if a loop calls the module.
         regularizer: a public term r.
         micro_batch: records per pass. A larger batch is a virtual one: its sums add up over passes.
         memory_budget, collate_fn, pad, views, errors: as in :func:`quietgrad.torch.fit`.
