@@ -177,7 +177,7 @@ def test_bad_labels_and_targets(tmp_path: Path, what: str) -> None:
         ("search", {"param_grid": {"algorithm": ["output-perturbation"]}}, "searched over"),
         ("search", {"param_grid": {"algorithm": [None, OutputPerturbation()]}}, "searched over"),
         ("search", {"param_grid": {"algorithm": ["dp-sgd"]}}, "searched over"),
-        ("search", {"param_grid": {"classes": [[0, 1]]}}, "are facts"),
+        ("search", {"param_grid": {"classes": [[0, 1]]}}, "cannot be searched, because they describe public facts"),
         ("search", {"param_grid": {"regularization": 0.1}}, "list of values"),
         ("search", {"param_grid": [{"regularization": [0.1]}]}, "list of values"),
         ("search", {"relation": "add-remove", "epsilon": 2.0, "estimator__n_public": 60}, "40 records"),
