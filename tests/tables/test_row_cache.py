@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.errors import ChangedError
+from quietgrad.core.errors import ChangedError, DataError
 from quietgrad.core.session.queries import Batch
 from quietgrad.data import scan
 from quietgrad.estimators import PrivateLogisticRegression
@@ -212,3 +212,24 @@ def test_a_fit_reads_its_files_a_few_times_only(monkeypatch: pytest.MonkeyPatch,
     source = scan(written(tmp_path), target="y", classes=[0, 1])
     PrivateLogisticRegression(epsilon=1.0, classes=[0, 1]).fit(source)
     assert len(reads) <= 9 * len(source.pieces)  # 37 passes and more without a cache
+
+
+def test_an_altered_scratch_file_is_not_summed() -> None:
+    cache = RowCache(memory=0)
+    kept(cache, "piece", [(np.arange(4.0),), (np.arange(5.0),)])
+    assert cache._file is not None
+    os.pwrite(cache._file, b"\x00\x01", 3)
+    blocks = cache.get("piece")
+    with pytest.raises(DataError, match="scratch file"):
+        next(blocks)
+    os.ftruncate(cache._file, 16)
+    with pytest.raises(DataError, match="scratch file"):
+        list(RowCache.get(cache, "piece"))
+
+
+def test_empty_blocks_have_nonces_of_their_own() -> None:
+    cache = RowCache(memory=0)
+    kept(cache, "piece", [(np.zeros(0),), (np.arange(3.0),), (np.zeros((0, 2), dtype=np.float32),)])
+    places: Any = cache._blocks["piece"]
+    assert len({place.offset for place in places} if hasattr(places[0], "offset") else {1, 2, 3}) == 3
+    assert [block[0].tolist() for block in cache.get("piece")] == [[], [0.0, 1.0, 2.0], []]

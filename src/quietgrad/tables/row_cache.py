@@ -1,11 +1,12 @@
 """Rows of a scan that need not be read again: arrays in memory as far as that goes, the rest in a scratch file.
 
 The file loses its name as soon as it is made, so that it ends with the process however that ends, and nobody can
-open it. What it holds is encrypted by AES-256 in counter mode under a key that is drawn for this cache and kept in
-memory alone: what a disk keeps of a deleted file tells nothing. Every place of the file is written once, so that no
-part of the key's stream serves twice. A forked process reads what is there and adds nothing: it would write to the
-places that its parent writes to, under the same key. A disk that is full ends the file, not the run: what has no
-room is read again from its source, and gives the same numbers.
+open it. What it holds is encrypted and authenticated by AES-256-GCM under a key that is drawn for this cache and kept
+in memory alone: what a disk keeps of a deleted file tells nothing, and bytes that were altered there are not summed.
+Every place of the file is written once, and its offset is the nonce, so that no nonce serves twice. A forked process
+reads what is there and adds nothing: it would write to the places that its parent writes to, under the same key. A
+disk that is full ends the file, not the run: what has no room is read again from its source, and gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from quietgrad.core.errors import DataError
 
 Arrays = tuple[npt.NDArray[Any], ...]
 _AES_BLOCK = 16
+_ALTERED = (
+    "scan: the scratch file of rows was altered or cut on the disk. The release was not made; check the disk of the "
+    "temporary folder (TMPDIR), then resume the run or start it again."
+)
 
 
 class _Place(NamedTuple):
-    """Where a block lies in the file, its size, and dtype and shape of its arrays, one behind the other."""
+    """Where a block lies in the file, its size and tag, and dtype and shape of its arrays, one behind the other."""
 
     offset: int
     size: int
+    tag: bytes
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -100,32 +109,37 @@ class RowCache:
                 self._file = _nameless_file()
                 weakref.finalize(self, os.close, self._file)
             offset = self._end
-            self._end += size
-        self._crypt(content, size, offset)
+            self._end += max(size, _AES_BLOCK)  # the next block has a nonce of its own, if this one is empty
+        sealing = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(offset))).encryptor()
+        sealing.update_into(content.data[:size], content.data)
+        sealing.finalize()
         try:
             _write_all(self._file, content[:size], offset)
         except OSError:  # the disk is full, or forbids files of this size
             self._full = True
             return None
-        return _Place(offset, size, tuple((array.dtype.str, array.shape) for array in block))
+        return _Place(offset, size, sealing.tag, tuple((array.dtype.str, array.shape) for array in block))
 
     def _read(self, place: _Place) -> Arrays:
         assert self._file is not None
         content, done = _buffer(place.size), 0
         while done < place.size:
-            done += os.preadv(self._file, [content.data[done : place.size]], place.offset + done)
-        self._crypt(content, place.size, place.offset)
+            count = os.preadv(self._file, [content.data[done : place.size]], place.offset + done)
+            if not count:
+                raise DataError(_ALTERED)
+            done += count
+        opening = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(place.offset), place.tag)).decryptor()
+        opening.update_into(content.data[: place.size], content.data)
+        try:
+            opening.finalize()
+        except InvalidTag:
+            raise DataError(_ALTERED) from None
         arrays, at = [], 0
         for dtype, shape in place.arrays:
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             arrays.append(content[at : at + size].view(dtype).reshape(shape))
             at += _padded(size)
         return tuple(arrays)
-
-    def _crypt(self, content: npt.NDArray[np.uint8], size: int, offset: int) -> None:
-        """Encrypt or decrypt a buffer in place: the stream of a place is that of its number in the file."""
-        counter = modes.CTR((offset // _AES_BLOCK).to_bytes(16, "big"))
-        Cipher(algorithms.AES(self._key), counter).encryptor().update_into(content.data[:size], content.data)
 
 
 class WorkerRowCache(RowCache):
@@ -168,6 +182,11 @@ class CacheWriter:
         """All blocks have come: from now on the cache has them."""
         if self._blocks is not None:
             self._cache._blocks[self._key] = self._blocks
+
+
+def _nonce(offset: int) -> bytes:
+    """The nonce of a place, which is written once: its offset."""
+    return offset.to_bytes(12, "big")
 
 
 def _padded(size: int) -> int:

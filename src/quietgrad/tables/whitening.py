@@ -19,9 +19,9 @@ import numpy as np
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import SettingError
 from quietgrad.core.session.queries import Batch, ClippingRule, check_clip
-from quietgrad.tables.privacy_units import UserLevelObjective, rows_of
+from quietgrad.tables.privacy_units import UserLevelObjective, WeightedRows, rows_of
 from quietgrad.tables.range_queries import check_everyone, pair_bound
-from quietgrad.tables.table import Affine, Array, Floats, Matrix, Table
+from quietgrad.tables.table import Affine, Array, Floats, Matrix, Table, frozen
 
 __all__ = [
     "CentredMoments", "CentredNormHistogram", "FeatureMean", "RowNormHistogram", "SecondMomentMatrix",
@@ -55,11 +55,34 @@ class FeatureMean:
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         slack = 1.0 + (16 + len(out)) * float(np.finfo(np.float64).eps)
-        for block, counted in rows_of(batch).blocks():
-            values = _mapped(block, lambda v: np.clip(v, -_LARGEST, _LARGEST) ** self.power)
+        shared = rows_of(batch)
+        if self.power == 1 and _is_column_major(shared.records.X) and shared.indices is None:
+            self._add_columns(shared, slack, out)
+            return
+        for block, counted in shared.blocks():
+            values = _mapped(block, self._powers)
             lengths = np.sqrt(np.asarray(_mapped(values, np.square).sum(axis=1)).ravel()) * slack
             factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * counted
             out += values.T @ factors
+
+    def _powers(self, values: Array) -> Array:
+        """What is summed of each entry."""
+        values = np.clip(values, -_LARGEST, _LARGEST)
+        return values if self.power == 1 else values**self.power
+
+    def _add_columns(self, shared: WeightedRows, slack: float, out: Floats) -> None:
+        """The same of a part of a scan, whose columns need no copy in float64; float32 is never absurdly large."""
+        from quietgrad.tables.kernels import column_sums, row_squares
+
+        columns = frozen(shared.records.X.T)
+        lengths = np.sqrt(row_squares(columns)) * slack
+        factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * shared.of(slice(None))
+        out += column_sums(columns, 0, len(factors), factors)
+
+
+def _is_column_major(X: Matrix) -> bool:
+    """Whether a matrix lies as the parts of a scan do."""
+    return isinstance(X, np.ndarray) and X.flags.fnc and X.dtype == np.float32
 
 
 @dataclass(frozen=True)
