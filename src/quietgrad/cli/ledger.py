@@ -184,6 +184,7 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
         "conditions": list(total.conditions), "notes": list(total.notes),
         "cap": total.cap.to_json() if total.cap else None,
     }  # fmt: skip
+    warned = book.past_warnings(name)
     row["reservations"] = [
         {
             "id": each.reservation.id, "run": each.reservation.run, "condition": each.reservation.condition,
@@ -191,6 +192,7 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
             "reserved": each.reservation.event.to_json(),
             "counts": None if each.counts is None else each.counts.to_json(),
             "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
+            "warnings": warned.get(each.reservation.id, []),
         }
         for each in book.lines(name)
     ]  # fmt: skip
@@ -222,6 +224,8 @@ def _print_tables(rows: list[Row]) -> None:
     for _, run in runs:
         if counts := str(run["note"]).partition("; ")[2]:  # numbers that were declared public
             say(sanitize(f"run {run['run'][:16]}: {counts}"))
+        for warning in run["warnings"]:
+            say(sanitize(f"run {run['run'][:16]}: warning: {warning}"))
     for row in rows:
         for condition in row["conditions"]:
             say(sanitize(f"{row['account']}: ε holds {condition}."))
