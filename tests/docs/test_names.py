@@ -120,8 +120,9 @@ PLANTED = [
     "`privacy.noise.NoiseStream`", "`events.Slack`", "`DPSGD.gain`", "`plan.gone_away`", "`QUIETGRAD_CACHE`",
     "`phase-retrieval`", "`calibrate_batch_size`", ":class:`quietgrad.privacy.Gone`", ":meth:`gone_away`",
     ':func:`~quietgrad.federation.deal_out`', '`sampling="shuffled-turns"`', "`benchmarks/results/none.json`",
-    "`algorithms.dp_sgd`", "`privacy.ledger`", "`curators.central`", "`objectives.tables.layout`", "`report.charts`",
-    "`objectives.networks.taps`", "`test_that_was_never_written`", "`result.details[\"gone_rounds\"]`",
+    "`algorithms.dp_sgd`", "`privacy.ledger`", "`curators.central`", "`objectives.tables.layout`",
+    "`report.charts`", "`objectives.networks.taps`", "`test_that_was_never_written`",
+    "`result.details[\"gone_rounds\"]`",
 ]  # fmt: skip
 
 

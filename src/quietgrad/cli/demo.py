@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +60,7 @@ def demo(
     total = book.spent("demo", delta=delta, relation="add-remove")
     if as_json:
         runs = {
-            name: {"epsilon": r.privacy.epsilon, "metrics": dict(r.metrics), "seconds": r.seconds}
+            name: {"epsilon": r.privacy.epsilon, "metrics": dict(r.metrics), "seconds": math.ceil(r.seconds)}
             for name, r in results.items()
         }
         show_json({"data": data.name, "runs": runs, "account": total.to_json(), "report": page and str(page)})
@@ -67,7 +68,7 @@ def demo(
     tell(f"\n{'run':<10}{'ε':>8}{'test accuracy':>16}{'test loss':>12}{'seconds':>10}")
     for name, result in results.items():
         scores = result.metrics
-        figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
+        figures = f"{scores['test_accuracy']:>16.4f}{scores['test_loss']:>12.4f}{math.ceil(result.seconds):>10d}"
         tell(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
     count = len(book.book().counted("demo"))
     tell(f"\nThe {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")

@@ -35,7 +35,9 @@ _COUNTS = 60  # characters of what a run counts as
 def show(
     file: File,
     account: Annotated[str | None, Option(help="Only this account.")] = None,
-    delta: Annotated[float | None, Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
+    delta: Annotated[
+        float | None, Option(help="State ε at this δ; else the cap's, or the newest run's and its score's.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what every account has spent and on which runs; open reservations count in full."""
@@ -248,7 +250,8 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
         account = entry.reservation.account
         book, unit = ledger.book(), privacy.unit
         runs = book.runs(account, unit)
-        spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation, unit=unit).epsilon
+        delta = book.stated_delta(account, entry.reservation.run)
+        spent = ledger.spent(account, delta=delta, relation=privacy.relation, unit=unit).epsilon
     except QuietgradError:  # the total is a service; the run's own statement stands
         return []
     many = "1 run" if runs == 1 else f"{runs} runs"
@@ -256,7 +259,7 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     people = repr(account) if named else "this table"
     if len(book.units(account)) > 1:
         people += f", of those by {unit}; others do not add up with them"
-    return [("spent so far", f"ε = {spent:.4g} by {many} on {people}")]
+    return [("spent so far", f"ε = {spent:.4g} at δ = {delta:g} by {many} on {people}")]
 
 
 _NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter in a table

@@ -111,6 +111,11 @@ class ReportedRun:
         return math.ceil(self.result.seconds)
 
     @property
+    def how_counted(self) -> str:
+        """How the number of records came to be known."""
+        return "counted privately, within ε" if "counted" in self.result.details else "a public number"
+
+    @property
     def config(self) -> list[tuple[str, str]]:
         """The public settings, as text."""
         return [(key.replace("_", " "), _plain(value)) for key, value in self.result.config.items()]
@@ -121,7 +126,7 @@ class ReportedRun:
         facts = self.result.details.get("model", {})
         rows = [
             ("data", str(self.result.data.get("name", "not named"))),
-            (self.result.privacy.unit.in_words("records (public number)"), f"{self.result.n_public}"),
+            (self.result.privacy.unit.in_words("records"), f"{self.result.n_public} ({self.how_counted})"),
             ("parameters", str(len(self.result.params))),
         ]
         said = ("objective", "module", "loss", "regularizer", "intercept", "row_bound")

@@ -13,6 +13,7 @@ Fingerprints of tables let a ledger warn about mixed-up accounts (:mod:`~quietgr
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -95,6 +96,8 @@ def same(name: str, other: str | None) -> bool:
 
 COUNTED = "~count"
 """Behind a run's name: the private count that it was planned from."""
+SCORE = "evaluation"
+"""The note of a score of a model."""
 EPOCH = "#"
 """Between a run's name and the nonce of an epoch."""
 
@@ -310,6 +313,26 @@ class LedgerState:
     def units(self, account: str) -> tuple[PrivacyUnit, ...]:
         """The privacy units of what counts for one account."""
         return tuple(dict.fromkeys(one.unit for one in self.charged(account)))
+
+    def stated_delta(self, account: str, run: str | None = None) -> float:
+        """The δ at which the total of ``account`` is stated, wherever it is: the cap's, else what a run was given.
+
+        The run is the newest one or ``run``. Its δ is shared with the scores of its model, whose entries follow.
+        """
+        if (cap := self.cap(account)) is not None:
+            return cap.delta
+        groups: list[dict[str, float]] = []
+        scored = False  # whether the newest group is of a model
+        for held in self.of(account):
+            name, is_score = run_of(held.reservation.run), held.note.partition(";")[0] == SCORE
+            if held.counts is None or held.reservation.run.endswith(COUNTED):
+                continue
+            if not (groups and (name in groups[-1] or (is_score and scored))):
+                groups.append({})
+                scored = not is_score
+            groups[-1][name] = held.reservation.delta
+        mine = [group for group in groups if run is None or run in group]
+        return math.fsum(mine[-1].values()) if mine else self.of(account)[-1].reservation.delta
 
     def counted_runs(self, account: str) -> int:
         """How many runs of one account were planned from a private count of their records."""
