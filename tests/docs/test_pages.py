@@ -10,7 +10,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from quietgrad.data.schema import read_schema
 from quietgrad.federation import plan_file
+from quietgrad.federation.plan import Trust
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -298,6 +299,20 @@ def test_the_reference_has_every_public_name() -> None:
                 f"{room}.{name}"
             )
     assert list(pages)[1].name == "estimators.md", "estimators come first"
+
+
+def test_pages_about_parties_have_one_table_of_trust() -> None:
+    """Written from the configurations: no page has a table of trust of its own, and each kind of trust is in it."""
+    for page in reference.TRUST_PAGES:
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        assert text == reference.with_trust_table(page), "run tools/reference.py"
+    for page in SOURCES:
+        text = page.read_text(encoding="utf-8")
+        by_hand = text.replace(reference.trust_table(), "")
+        assert "| `trust` |" not in by_hand, page.name
+    assert set(reference.TRUST_SEES) == set(reference.TRUST_HOLDS) == set(get_args(Trust))
+    hostile = (DOCS / "security-office.md").read_text(encoding="utf-8")
+    assert [trust for trust in get_args(Trust) if f"| coordinator, `{trust}` |" not in hostile] == []
 
 
 @pytest.mark.parametrize("room", reference.ROOMS)
