@@ -145,8 +145,7 @@ class Ledger:
             messages = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in messages:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
-            # The line holds none of them: others read it, and they name other accounts (see past_warnings).
-            writer.append("reserve", body)
+            writer.append("reserve", body)  # without the messages: others read it, and they name other accounts
         return Reservation.from_body(body)
 
     def check_cap(self, account: str, cost: Cost, *, cap: Budget | None = None) -> None:
@@ -241,8 +240,8 @@ class Ledger:
     def certify(self, run: str, digest: str, *, last: bool = False) -> None:
         """Record the digest of a certificate of ``run``, once.
 
-        From then on the head of the ledger covers it. With ``last`` it is recorded again unless the newest line
-        does: a certificate without the lines behind it could not show that the head covers it.
+        From then on the head of the ledger covers it. With ``last`` the newest line must hold it, for a certificate
+        that leaves out the lines behind.
         """
         body = {"run": run, "digest": digest}
         with self._chain.writing() as writer:
