@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (the texts of pages are as wide as other pages)
-"""Write docs/benchmarks.md and the README's five numbers from the JSON files of benchmarks and reproductions.
+"""Write docs/benchmarks.md, the README's five numbers and copied cells from the JSON files of benchmarks and reproductions.
 
-``python tools/benchmark_page.py`` reads ``benchmarks/results`` and ``reproduce/results`` and writes both. No number is
+``python tools/benchmark_page.py`` reads ``benchmarks/results`` and ``reproduce/results`` and writes them. No number is
 typed: every one is a named cell of a file, rounded here. ``tests/docs/test_numbers.py`` compares what is committed with
 what this script writes.
 """
@@ -9,6 +9,7 @@ what this script writes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLES = ROOT / "docs" / "benchmarks-tables.md"
 README = ROOT / "README.md"
+COMING_FROM = ROOT / "docs" / "coming-from.md"
 BEGIN, END = "<!-- numbers: python tools/benchmark_page.py -->\n", "<!-- end of numbers -->\n"
 
 
@@ -662,7 +664,29 @@ def readme() -> str:
     return before + BEGIN + numbers() + END + rest.partition(END)[2]
 
 
+def coming_from() -> str:
+    """docs/coming-from.md with the measured cells of its table about Flower made anew."""
+    sums, network = thousand(), rounds()
+    party, _, server = sums[1].partition(" / ")
+    own = network[1].partition(";")[0].removeprefix("TLS 1.3: ")
+    sizes = network[0].partition(", ")[2].partition(" numbers")[0]
+    cells = {
+        "`SecAggPlusWorkflow`": f'`secure="masks"`, with noise made inside; 1000 parties, a tenth dropping: {party} of a party, '
+        f"{server} of the server ({file('secure_scale')})",
+        "rounds over gRPC": f"rounds of {own} of CPU, of all processes together, for {sizes} numbers with TLS 1.3; or on "
+        f"your Flower, [as an app](flower.md) ({file('federation_network')})",
+    }
+    text = COMING_FROM.read_text(encoding="utf-8")
+    for name, cell in cells.items():
+        text, made = re.subn(
+            rf"^\| {re.escape(name)} \| .* \|$", lambda _, n=name, c=cell: f"| {n} | {c} |", text, flags=re.M
+        )
+        assert made == 1, f"{COMING_FROM}: has no row {name!r}"
+    return text
+
+
 if __name__ == "__main__":
+    COMING_FROM.write_text(coming_from(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     TABLES.write_text(tables(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")

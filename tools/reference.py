@@ -1,5 +1,8 @@
 # ruff: noqa: E501  (the texts of pages are as wide as other pages)
-"""Write docs/api.md and docs/api/*.md: every public name, grouped, under the name by which users import it."""
+"""Write docs/api.md and docs/api/*.md: every public name, grouped, under the name by which users import it.
+
+Pages about parties get their table of trust from here too.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from quietgrad.core.noise.mechanisms import kinds as mechanism_kinds
 from quietgrad.core.sampling.schemes import KINDS as SAMPLINGS
 from quietgrad.federation.plan import Trust
 from quietgrad.federation.planning import ADVERSARIES
+from quietgrad.federation.secure.terms import Mode, SecureSumConfig
 from quietgrad.methods.oracles.gradient_estimators import ORACLES
 from quietgrad.methods.registry import ALGORITHMS as METHODS
 from quietgrad.tables.losses import LOSSES
@@ -240,6 +244,51 @@ def index() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+TRUST_SEES = {
+    "curator": "the coordinator: each party's exact sums",
+    "secure": "no role: a sum without noise",
+    "local": "the coordinator: each party's noisy sums; no role an exact one",
+}
+TRUST_HOLDS = {
+    "curator": "all but the coordinator",
+    "secure": "all, up to the stated collusion",
+    "local": "all but the party itself (ICRL-DP)",
+}
+TRUST_BEGIN, TRUST_END = "<!-- trust: python tools/reference.py -->\n", "<!-- end of trust -->\n"
+TRUST_PAGES = ("choosing", "federation", "coming-from", "security-office")
+
+
+def _noise_of(trust: str) -> str:
+    """The variance of the noise in a sum of five parties, over a trusted curator's, from the configurations themselves."""
+    if trust != "secure":
+        return "that of one table" if trust == "curator" else "× m, the number of parties (of equal size)"
+
+    def factor(mode: Mode, honest: int | None = None) -> str:
+        terms = SecureSumConfig(mode, parties=5, dimension=100, bound=1.0, sigma=1.0, honest=honest)
+        return f"{terms.variance_factor:.4g}"
+
+    return (
+        f"× m/h (`masks`; h honest parties remain in any sum, m − 1 unless given: {factor('masks')} of five parties, "
+        f"{float(factor('masks', 3)):.3g} with h = 3), {factor('servers')} (two `servers`), {factor('mpc')} (`mpc`)"
+    )
+
+
+def trust_table() -> str:
+    """Who sees what, and what it costs, for every trust between parties."""
+    rows = [f'| `"{t}"` | {TRUST_SEES[t]} | {_noise_of(t)} | {TRUST_HOLDS[t]} |' for t in get_args(Trust)]
+    head = "| `trust` | who sees what | variance of the noise in a sum | ε holds against |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) + "\n"
+
+
+def with_trust_table(page: str) -> str:
+    """A page with its table of trust made anew."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    before, begin, rest = text.partition(TRUST_BEGIN)
+    _, end, after = rest.partition(TRUST_END)
+    assert end, f"docs/{page}.md: has no place for the table of trust"
+    return before + begin + trust_table() + end + after
+
+
 def pages() -> dict[Path, str]:
     """Every page of the reference and its text."""
     groups = {DOCS / "api" / f"{group.page}.md": text(group) for group in GROUPS}
@@ -248,5 +297,8 @@ def pages() -> dict[Path, str]:
 
 if __name__ == "__main__":
     (DOCS / "api").mkdir(exist_ok=True)
-    for path, content in pages().items():
+    for path, content in {
+        **pages(),
+        **{DOCS / f"{page}.md": with_trust_table(page) for page in TRUST_PAGES},
+    }.items():
         path.write_text(content, encoding="utf-8")

@@ -14,6 +14,9 @@ Opacus, JAX Privacy, diffprivlib and Flower, each in an environment of its own, 
 measures: read them as an order, not as exact factors. Longer ones are under [Benchmarks](benchmarks.md).
 
 Measured {date} on {machine}; {versions}.
+The ratios below are of quietgrad {quietgrad}. [Benchmarks](benchmarks.md) and the README state later measurements,
+made otherwise: a step there draws its sample too, and Opacus runs in the same process. So the two do not agree
+to the digit.
 """
 
 
@@ -21,7 +24,12 @@ def write(record: dict[str, Any], path: Path) -> None:
     """Write the page."""
     peers = record["peers"]
     parts = [
-        HEAD.format(date=record["date"][:10], machine=record["machine"], versions=versions(record)),
+        HEAD.format(
+            date=record["date"][:10],
+            machine=record["machine"],
+            versions=versions(record),
+            quietgrad=record["versions"]["quietgrad"],
+        ),
         f"{record['note']}\n" if "note" in record else "",
         absent(peers),
         steps(peers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import html
 import json
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+import quietgrad_verify
 from quietgrad.assurance.certificates import (
     PrivacyCertificate,
     SigningKey,
@@ -27,13 +29,14 @@ from quietgrad.assurance.certificates import (
     schema,
 )
 from quietgrad.assurance.certificates.checking import AGREES
-from quietgrad.assurance.certificates.document import canonical, parse, signature_holds, statement
+from quietgrad.assurance.certificates.document import canonical, digest_of, parse, signature_holds, statement
 from quietgrad.assurance.certificates.independent_accountant import second_proof
 from quietgrad.cli import main
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, LedgerWarning
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
@@ -576,10 +579,108 @@ def _planned(plan: qg.Plan) -> dict[str, Any]:
 
 def test_a_ledger_that_is_too_long_leaves_the_runs_own_lines(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = len(issue(home / "run", whole_ledger=False).to_bytes())
-    assert len(issue(home / "run").to_bytes()) > short + 100
-    monkeypatch.setattr("quietgrad.assurance.certificates.document.LARGEST", short + 100)
-    lines = issue(home / "run").body["ledger"]["lines"]
-    assert [line["kind"] for line in lines] == ["reserve", "close", "certificate"]
+    for whole in (None, True):
+        with monkeypatch.context() as patch:
+            assert len(issue(home / "run", whole_ledger=whole).to_bytes()) > short + 100
+            patch.setattr("quietgrad.assurance.certificates.document.LARGEST", short + 100)
+            lines = issue(home / "run", whole_ledger=whole).body["ledger"]["lines"]
+            assert {line["kind"] for line in lines} == {"reserve", "close", "certificate"}
+
+
+# ---- names of other accounts ----------------------------------------------------------------------------------
+
+OTHER = "the other hospital"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Two runs of one account on one table, and one of another account on the same table between them."""
+    rng = np.random.default_rng(3)
+    rows = (rng.normal(size=(100, 2)), np.arange(100) % 2)
+    for name, account in (("first", "ours"), ("second", OTHER), ("third", "ours")):
+        with contextlib.ExitStack() as stack:
+            if account == OTHER:
+                stack.enter_context(pytest.warns(LedgerWarning, match="charged to account 'ours'"))
+            run = qg.minimize(
+                qg.objectives.Logistic(), rows, qg.DPGD(steps=2), budget=qg.Budget(1.0, 1e-5), n_public=100,
+                ledger=tmp_path / "ledger.jsonl", account=account,
+            )  # fmt: skip
+        run.save(tmp_path / name)
+    Ledger(tmp_path / "ledger.jsonl").set_cap("ours", qg.Budget(9.0, 1e-5))
+    Ledger(tmp_path / "ledger.jsonl").set_cap(OTHER, qg.Budget(9.0, 1e-5))
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", [[], ["--run-only"]])
+@pytest.mark.parametrize(("run", "other"), [("first", OTHER), ("third", OTHER), ("second", "ours")])
+def test_a_certificate_names_no_other_account(
+    shared: Path, run: str, other: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, ledger = shared / "c.json", str(shared / "ledger.jsonl")
+    assert main(["certificate", str(shared / run), "-o", str(file), "--ledger", ledger, *options]) == 0
+    assert f'"{other}' not in file.read_text()
+    assert OTHER not in file.read_text() or other == "ours"
+    capsys.readouterr()
+    assert main(["verify", str(file), "--ledger", ledger]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "holds the claim fast" in out
+    assert quietgrad_verify.check(quietgrad_verify.read(file)).ok
+    assert quietgrad_verify.check(quietgrad_verify.read(file)).bound_by
+    if options:
+        assert "other runs on the same people are not shown" in out
+        assert "together at this δ" not in out
+    else:
+        count = "1 run" if run == "second" else "2 runs"
+        assert f"{count} of '{'the other hospital' if run == 'second' else 'ours'}' in these lines" in out
+
+
+def test_the_whole_ledger_is_copied_if_it_is_asked_for(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, ledger = shared / "c.json", str(shared / "ledger.jsonl")
+    certificate = ["certificate", str(shared / "first"), "-o", str(file), "--ledger", ledger, "--whole-ledger"]
+    assert main(certificate) == 0
+    assert OTHER in file.read_text()
+    capsys.readouterr()
+    assert main(["verify", str(file)]) == 0
+    assert "lines that chain up to" in capsys.readouterr().out
+    assert quietgrad_verify.check(quietgrad_verify.read(file)).ok
+    assert main([*certificate, "--run-only"]) == 2
+
+
+def test_a_certificate_made_again_after_other_runs_is_held_fast(shared: Path) -> None:
+    again = [issue(shared / "first", ledger=shared / "ledger.jsonl") for _ in range(2)]
+    assert again[0].body["ledger"] == again[1].body["ledger"]  # nothing came between: no new line
+    issue(shared / "second", ledger=shared / "ledger.jsonl")
+    assert check(issue(shared / "first", ledger=shared / "ledger.jsonl")).bound_by
+
+
+def test_an_older_line_that_names_an_account_is_not_certified_in_silence(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, prev = [], ""
+    for text in (shared / "ledger.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        line["prev"] = prev or line["prev"]
+        if line["kind"] == "reserve":  # as version 0.2 wrote it
+            line["body"]["warnings"] = []
+            if line["body"]["account"] == OTHER:
+                line["body"]["warnings"] = [
+                    f"this table was charged to account 'ours' before, now to {OTHER!r}; the same people must stay "
+                    "in one account."
+                ]
+        line["hash"] = prev = digest_of({key: value for key, value in line.items() if key != "hash"})
+        lines.append(canonical(line).decode())
+    (shared / "ledger.jsonl").write_text("\n".join(lines) + "\n")
+    head = {"seq": len(lines), "hash": json.loads(lines[-1])["hash"]}
+    (shared / "ledger.jsonl.head").write_text(json.dumps(head))
+    ledger = shared / "ledger.jsonl"
+    assert Ledger(ledger).verify().ok
+    for whole in (None, False):
+        with pytest.raises(DataError, match=r"names other accounts.*--whole-ledger"):
+            issue(shared / "second", ledger=ledger, whole_ledger=whole)
+        assert OTHER not in issue(shared / "first", ledger=ledger, whole_ledger=whole).to_bytes().decode()
+    assert check(issue(shared / "second", ledger=ledger, whole_ledger=True)).ok
+    assert main(["ledger", "show", str(ledger)]) == 0
+    assert "warning: this table was charged to account 'ours'" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- an ε that holds under a condition ------------------------------------------------------------------------

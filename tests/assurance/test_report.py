@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 import quietgrad as qg
 from quietgrad.assurance.report import page as pages
+from quietgrad.assurance.report.card import card_of
 from quietgrad.assurance.report.certificate import detection, privacy_report, release_words
+from quietgrad.assurance.report.ledger_page import render_ledger
 from quietgrad.assurance.report.model import model_of
 from quietgrad.assurance.report.page import read_runs
 from quietgrad.assurance.report.spending import spending_of
@@ -31,7 +33,7 @@ from quietgrad.charts import (
 from quietgrad.cli import main
 from quietgrad.core.accounting.accounting import delta_of
 from quietgrad.core.accounting.events import gaussian
-from quietgrad.core.ledger.ledger import project_ledger
+from quietgrad.core.ledger.ledger import Ledger, project_ledger
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression, to_run
 from quietgrad.methods.registry import EXAMPLES, entry
 from quietgrad.methods.result import load
@@ -263,6 +265,56 @@ def test_a_seeded_run_an_altered_ledger_and_none_are_told(runs: list[Path], tmp_
     said = shown(runs[:1])
     assert "cut or altered" in said
     assert "Nothing is certified" in said
+
+
+@pytest.mark.parametrize("cap", [False, True])
+def test_every_page_states_the_account_at_one_delta(
+    tmp_path: Path, cap: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Report, card, terminal and the ledger's page: at the cap's δ, else at what was asked for model and score."""
+    np.savez(tmp_path / "rows.npz", X=rows(12000)[0], y=rows(12000)[1])
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    if cap:
+        ledger.set_cap("people", qg.Budget(5.0, 4e-6))
+    train = ["train", str(tmp_path / "rows.npz"), "--algorithm", "dp-gd", "--steps", "3", "--holdout", "0.2",
+             "--epsilon", "1", "--delta", "1e-6", "--ledger", str(ledger.path), "--account", "people"]  # fmt: skip
+    assert main([*train, "--out", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"seconds +\d+\n", told), "whole seconds alone may be published"
+    delta = 4e-6 if cap else 1e-6
+    value = f"{ledger.spent('people', delta=delta, relation='add-remove').epsilon:.4g}"
+    assert f"ε = {value} at δ = {delta:g} by 2 runs" in told
+    assert main(["ledger", "show", str(ledger.path), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["accounts"][0]
+    assert (f"{row['epsilon']:.4g}", row["delta"]) == (value, delta)
+    report, book = shown([tmp_path / "run"]), words(read(render_ledger(ledger, {})))
+    card = card_of(tmp_path / "run").markdown()
+    assert f"ε of the account at δ = {delta:g}, 2 runs{value}" in report.replace(" " + value, value)
+    assert f"ε = {value} at δ = {delta:g}, add-remove" in report
+    assert f"ε = {value}" in book
+    assert f"δ = {delta:g}, add-remove, per record" in book
+    assert f"ε = {value} at δ = {delta:g}, 2 runs" in card
+    assert all("costs composed together add up more slowly" in text for text in (report, book, card))
+    # The number of records was a release, and no page calls it declared.
+    assert all("(counted privately, within ε)" in text for text in (report, card))
+    assert "(a public number)" not in report
+
+
+def test_the_delta_of_a_run_includes_its_scores_and_no_others(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+
+    def reserve(run: str, delta: float, note: str = "dp-gd") -> float:
+        ledger.reserve("people", gaussian(9.0), delta=delta, relation="add-remove", run=run, note=note)
+        return ledger.book().stated_delta("people")
+
+    assert reserve("a~count", 8e-7, "count") == reserve("a", 8e-7) == 8e-7
+    assert reserve("score", 2e-7, "evaluation; n = 9") == pytest.approx(1e-6)
+    assert reserve("b", 3e-7) == 3e-7
+    assert ledger.book().stated_delta("people", "a") == pytest.approx(1e-6)
+    assert ledger.book().stated_delta("people", "score") == pytest.approx(1e-6)
+    ledger.reserve("held-out", gaussian(9.0), delta=1e-7, relation="add-remove", run="x", note="evaluation")
+    ledger.reserve("held-out", gaussian(9.0), delta=2e-7, relation="add-remove", run="y", note="evaluation")
+    assert ledger.book().stated_delta("held-out") == 2e-7, "two scores are no model and its score"
 
 
 def test_a_ledger_elsewhere_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

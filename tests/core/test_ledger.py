@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quietgrad.cli import main
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.events import (
@@ -31,8 +33,9 @@ from quietgrad.core.accounting.events import (
 )
 from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.core.ledger.chain import Chain
+from quietgrad.core.ledger.fingerprints import is_of_table
 from quietgrad.core.ledger.ledger import Ledger, Reservation, fingerprint
-from quietgrad.core.ledger.state import compose_events, is_of_table, is_part, may_give_back
+from quietgrad.core.ledger.state import compose_events, is_part, may_give_back
 
 DELTA = 1e-5
 PROMISE: dict[str, Any] = {"delta": DELTA, "relation": "add-remove"}
@@ -391,11 +394,43 @@ def test_mixed_up_tables_and_accounts_only_warn_and_only_once(ledger: Ledger) ->
         charge(ledger, "people", "t2")
     with pytest.warns(LedgerWarning, match="charged to account 'people' before, now to 'copy'"):
         charge(ledger, "copy", "t1")
-    assert "'people'" in ledger.entries()[-1].body["warnings"][0]
     charge(ledger, "people", "t2")
     charge(ledger, "copy", "t1")
     ledger.reserve("people", Gaussian(5.0), run="r", **PROMISE)
     assert len(ledger.book().of("people")) == 5
+
+
+def test_a_line_names_no_other_account_and_the_owner_is_warned_again(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    charge(ledger, "people", "t1")
+    with pytest.warns(LedgerWarning) as first:
+        charge(ledger, "people", "t2")
+    with pytest.warns(LedgerWarning) as second:
+        charge(ledger, "copy", "t1")
+    given = [*first, *second]
+    line = ledger.entries()[-1].body
+    assert "people" not in json.dumps(line)
+    # What a line holds has one length and looks alike, whether it warned or not.
+    shapes = {tuple((key, len(str(entry.body[key]))) for key in ("fingerprint", "table", "part"))
+              for entry in ledger.entries()[1:]}  # fmt: skip
+    assert len(shapes) == 1
+    again = [text for name in ("people", "copy") for texts in ledger.book().past_warnings(name).values()
+             for text in texts]  # fmt: skip
+    assert [f"{ledger.path.name}: {text}" for text in again] == [str(each.message) for each in given]
+    assert main(["ledger", "show", str(ledger.path), "--account", "copy"]) == 0
+    assert "charged to account 'people' before" in " ".join(capsys.readouterr().out.split())
+    # Another machine's key opens nothing, and guesses nothing.
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "elsewhere"))
+    assert ledger.book().past_warnings("copy") == {}
+    fingerprint([b"a key is made"])
+    assert ledger.book().past_warnings("copy") == {}
+
+
+def test_a_fold_is_expected_to_differ_when_warnings_are_shown_again(ledger: Ledger) -> None:
+    charge(ledger, "people", "t1")
+    ledger.reserve("people", Gaussian(5.0), run="r", fingerprint="t2", part=True, **PROMISE)
+    assert ledger.book().past_warnings("people") == {}
 
 
 def test_where_warnings_are_errors_nothing_is_spent(ledger: Ledger) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import quietgrad
 from quietgrad.cli import COMMANDS, app_of
+from quietgrad.moved import MOVED
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "quietgrad"
@@ -459,11 +460,44 @@ def is_dotted(token: str, module: str = "") -> bool:
         return False  # a module or a class, and it has no such attribute
     if re.search(r"\.[A-Z][a-z]", token):  # a class behind modules: of one whose path ends so
         return any(resolved(f"{home}.{token}") is not MISSING for home in rooms())
-    kinds = [name for name in pool().attributes if name.endswith(head.title().replace("_", ""))]
-    if kinds and head not in pool().modules:  # result.privacy, plan.slots: an object called after its class
+    if any(resolved(f"{home}.{token}") is not MISSING for home in rooms()):  # ledger.account: the end of a path
+        return True
+    if token in fields_of_files():
+        return True
+    # A module, or a package of earlier versions, is no object: it holds what was looked for above and no more.
+    is_room = head in pool().modules | former_rooms()
+    kind = head.title().replace("_", "")
+    kinds = [name for name in pool().attributes if name.endswith(kind)]
+    kinds = [kind] if head in former_rooms() - pool().modules and kind in kinds else kinds
+    if kinds:  # result.privacy, plan.slots: an object called after its class
         known = set().union(*(pool().attributes[name] for name in kinds))
-        return (rest[0] in known or is_word(rest[0])) and all(map(is_name, rest))
-    return all(map(is_name, [head, *rest]))
+        return (rest[0] in known or (not is_room and is_word(rest[0]))) and all(map(is_name, rest))
+    return not is_room and all(map(is_name, [head, *rest]))
+
+
+@cache
+def fields_of_files() -> frozenset[str]:
+    """Dotted paths of two keys, one in the other, that a published JSON Schema has."""
+
+    def inside(value: Any) -> Mapping[str, Any]:
+        named = value.get("properties") if isinstance(value, dict) else None
+        return named if isinstance(named, dict) else {}
+
+    def paths(value: Any) -> Iterator[str]:
+        for key, inner in inside(value).items():
+            options = (inner, *(inner.get("anyOf") or ())) if isinstance(inner, dict) else ()
+            yield from (f"{key}.{own}" for option in options for own in inside(option))
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from paths(item)
+
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*schema*.json"))
+    return frozenset(path for schema in found for path in paths(schema))
+
+
+@cache
+def former_rooms() -> frozenset[str]:
+    """The first parts of old import paths, which still work and are documented nowhere but in the upgrade page."""
+    return frozenset(part for old in MOVED for part in old.split(".")[1:])
 
 
 def is_target(target: str, module: str = "") -> bool:

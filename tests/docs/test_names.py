@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -113,6 +113,41 @@ def test_pages_list_all_names_of_their_registries() -> None:
     assert [name for name in MODELS if f"`{name}" not in text("first-csv.md")] == []
 
 
+def test_the_table_of_algorithms_is_that_of_the_registry() -> None:
+    """Every registered algorithm has its row, with a page of its own, what it returns and whether it is private."""
+    from quietgrad.methods.registry import ALGORITHMS
+
+    text = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    by_name = {name: row for row in rows[1:] for name in re.findall(r"`(\w+)`", row[0])}
+    assert set(by_name) == {entry.kind.__name__ for entry in ALGORITHMS.values()}
+    for entry in ALGORITHMS.values():
+        kind, row = entry.kind, by_name[entry.kind.__name__]
+        assert (row[4] != "**not private**") is kind.private, kind
+        page = re.search(r"\]\(([\w-]+\.md)\)", row[0])
+        assert page is None or (ROOT / "docs" / "methods" / page[1]).exists(), kind
+        assert page is not None or not kind.private, kind
+        options = get_args(get_type_hints(kind).get("returns"))
+        if options:
+            known = {"last", "average", "ema", "random", "certified"}
+            assert set(re.findall(r"\w+", row[3])) & known == set(options), kind
+
+
+def test_help_texts_list_the_registered_samplings() -> None:
+    from quietgrad.cli.accounting import SAMPLED_HELP
+    from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.core.accounting.accounting import SAMPLED_NAMES, sampled_gaussian
+    from quietgrad.core.sampling import SamplingName
+
+    words = RunSpec.__dataclass_fields__["sampling"].metadata["option"].help
+    assert re.findall(r"[\w-]+(?=[,.])", words.partition(":")[2]) == list(get_args(SamplingName))
+    assert set(SAMPLED_NAMES) <= set(get_args(SamplingName))
+    assert all(name in SAMPLED_HELP for name in SAMPLED_NAMES)
+    for name in SAMPLED_NAMES:
+        given: dict[str, Any] = {} if name == "full" else {"n": 100, "batch_size": 10}
+        assert sampled_gaussian(1.0, 10, sampling=name, **given)
+
+
 PLANTED = [
     "`RunTerms`", "`PerParty`", "`oracle=svrg`", "`NAME.people`", '`grad_sample_mode="ghost_fsdp2"`',
     "`qg.stream`", "`qg.stream(X)`", "`simulate(match_people=True)`", "`scan(filesystem=…)`", "`--no-cache`",
@@ -120,7 +155,9 @@ PLANTED = [
     "`privacy.noise.NoiseStream`", "`events.Slack`", "`DPSGD.gain`", "`plan.gone_away`", "`QUIETGRAD_CACHE`",
     "`phase-retrieval`", "`calibrate_batch_size`", ":class:`quietgrad.privacy.Gone`", ":meth:`gone_away`",
     ':func:`~quietgrad.federation.deal_out`', '`sampling="shuffled-turns"`', "`benchmarks/results/none.json`",
-    "`test_that_was_never_written`", "`result.details[\"gone_rounds\"]`",
+    "`algorithms.dp_sgd`", "`privacy.ledger`", "`curators.central`", "`objectives.tables.layout`",
+    "`report.charts`", "`objectives.networks.taps`", "`test_that_was_never_written`",
+    "`result.details[\"gone_rounds\"]`",
 ]  # fmt: skip
 
 

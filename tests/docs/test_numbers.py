@@ -29,6 +29,7 @@ def test_the_pages_are_written_from_the_files() -> None:
     assert benchmark_page.PAGE.read_text(encoding="utf-8") == benchmark_page.page(), hint
     assert benchmark_page.TABLES.read_text(encoding="utf-8") == benchmark_page.tables(), hint
     assert benchmark_page.README.read_text(encoding="utf-8") == benchmark_page.readme(), hint
+    assert benchmark_page.COMING_FROM.read_text(encoding="utf-8") == benchmark_page.coming_from(), hint
 
 
 def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> None:

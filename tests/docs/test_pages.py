@@ -7,11 +7,18 @@ import inspect
 import json
 import re
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
+import safetensors.numpy
+
+from quietgrad.data.schema import read_schema
+from quietgrad.federation import plan_file
+from quietgrad.federation.plan import Trust
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -152,7 +159,7 @@ SKETCHES = (
     'qd.load("people.csv"',  # a file of the reader's; tests/data/test_readers.py reads such files
     "for mechanism in MECHANISMS:",  # exact probes of every mechanism; tests/assurance/test_audit.py makes them
     "DPTrainer(",  # needs transformers; tests/torch/test_hugging_face.py trains with it
-    "model(**batch)",  # batches of tokens; the same tests make them
+    "fully_shard(model)",  # needs processes; tests/torch/test_two_processes.py makes two
     "qg.audit.one_run(",  # ten thousand canaries take minutes; tests/assurance/test_audit.py plants fewer
 )
 """Blocks that cannot be run as they stand, and where what they show is run: they must at least be Python."""
@@ -197,6 +204,71 @@ def test_the_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest
         exec(code, namespace)
 
 
+def test_every_sketch_is_on_a_page_and_python_says_so() -> None:
+    """A sketch that no block has is stale; a block of Python without its language would be run by nobody."""
+    text = "\n".join(block for page in PYTHON.values() for block in blocks(page))
+    assert [sketch for sketch in SKETCHES if sketch not in text] == []
+    looks = re.compile(r"^(?:from [\w.]+ import |import \w|for .+:$|def \w+\(|with .+:$|class \w+|\w+ = \w+[.(])")
+    unmarked = [
+        f"{page.name}: {block.splitlines()[0]}"
+        for page in [*PLAIN_PAGES, *SOURCES]
+        for language, block in fenced(page)
+        if language == "" and block.strip() and looks.match(block.strip())
+    ]
+    assert unmarked == []
+
+
+PLAIN_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+LANGUAGES = {"", "python", "toml", "json", "console", "diff", "text"}
+"""What blocks may be: Python runs, TOML and JSON are read below, the diffs of CONTRIBUTING.md are applied by
+``test_adding.py``, and the lines of consoles are checked by ``test_commands.py``."""
+
+
+def fenced(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every block of a page; Sphinx's own directives apart."""
+    found = re.findall(
+        r"^( *)```([^\n`]*)\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return [(language.strip(), text) for _, language, text in found if not language.startswith("{")]
+
+
+def test_every_block_has_a_language_that_something_reads() -> None:
+    found = {(language, page.name) for page in [*PLAIN_PAGES, *SOURCES] for language, _ in fenced(page)}
+    assert {language for language, _ in found} <= LANGUAGES
+    assert {page for language, page in found if language == "diff"} <= {"CONTRIBUTING.md"}
+
+
+SETTINGS = [
+    pytest.param(language, text, id=f"{page.name}: {text.split()[0]} {k}")
+    for page in [*PLAIN_PAGES, *SOURCES]
+    for k, (language, text) in enumerate(fenced(page))
+    if language in ("toml", "json")
+]
+_PLAN = next(block.values[1] for block in SETTINGS if "[coordinator]" in str(block.values[1]))
+
+
+@pytest.mark.parametrize(("language", "text"), SETTINGS)
+def test_a_block_of_settings_is_read(language: str, text: str, tmp_path: Path) -> None:
+    """A schema by the reader of schemas; a plan, or a part of one set into the whole one, by that of plans."""
+    content = tomllib.loads(text) if language == "toml" else json.loads(text)
+    if "columns" in content:
+        file = tmp_path / f"schema.{language}"
+        file.write_text(text, encoding="utf-8")
+        assert set(read_schema(file).columns) == set(content["columns"])
+        return
+    plan = {**tomllib.loads(str(_PLAN)), **content}
+    plan["party"] = [{"name": f"hospital-{k}", "records": 12000} for k in range(1, 6)]
+    if plan["algorithm"]["name"] == "fedavg":
+        plan["federation"] = {"name": "five-hospitals", "trust": "curator"}
+    files = {
+        "network.py": b"import torch\n\n\ndef make(classes):\n    return torch.nn.Linear(784, classes)\n",
+        "start.safetensors": safetensors.numpy.save({"weight": np.zeros((10, 784), np.float32)}),
+    }
+    read = plan_file._plan(plan, lambda name, most: files[name])
+    assert read.parties == tuple(entry["name"] for entry in plan["party"])
+    assert read.plan.names == read.parties
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "docs" / "tutorials").glob("*.py")), ids=lambda path: path.stem)
 def test_a_tutorial_runs_and_becomes_a_notebook(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +299,20 @@ def test_the_reference_has_every_public_name() -> None:
                 f"{room}.{name}"
             )
     assert list(pages)[1].name == "estimators.md", "estimators come first"
+
+
+def test_pages_about_parties_have_one_table_of_trust() -> None:
+    """Written from the configurations: no page has a table of trust of its own, and each kind of trust is in it."""
+    for page in reference.TRUST_PAGES:
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        assert text == reference.with_trust_table(page), "run tools/reference.py"
+    for page in SOURCES:
+        text = page.read_text(encoding="utf-8")
+        by_hand = text.replace(reference.trust_table(), "")
+        assert "| `trust` |" not in by_hand, page.name
+    assert set(reference.TRUST_SEES) == set(reference.TRUST_HOLDS) == set(get_args(Trust))
+    hostile = (DOCS / "security-office.md").read_text(encoding="utf-8")
+    assert [trust for trust in get_args(Trust) if f"| coordinator, `{trust}` |" not in hostile] == []
 
 
 @pytest.mark.parametrize("room", reference.ROOMS)

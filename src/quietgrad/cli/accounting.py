@@ -16,9 +16,8 @@ from quietgrad.core.accounting.events import Event
 
 account_app = typer.Typer(add_completion=False)
 
-SamplingKind = Annotated[
-    str, Option("--sampling", help="How records enter a step: poisson, random-allocation, fixed-size, full.")
-]
+SAMPLED_HELP = f"How records enter a step: {', '.join(accounting.SAMPLED_NAMES)}."
+SamplingKind = Annotated[str, Option("--sampling", help=SAMPLED_HELP)]
 Records = Annotated[int | None, Option("--n", help="Number of records (public).", show_default=False)]
 Batch = Annotated[int | None, Option("--batch-size", help="(Expected) records per step.", show_default=False)]
 Rate = Annotated[float | None, Option("--rate", help="Sampling rate, instead of n and batch size.")]

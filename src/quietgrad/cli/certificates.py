@@ -31,16 +31,22 @@ def certificate(
     key: Annotated[Path | None, Option(help="Sign with this key, which `quietgrad keys generate` made.")] = None,
     ledger: LedgerOfRun = None,
     run_only: Annotated[
-        bool, Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")
+        bool, Option("--run-only", help="Copy the ledger's lines of this run alone, not those of its account.")
+    ] = False,
+    whole_ledger: Annotated[
+        bool, Option("--whole-ledger", help="Copy all lines of all accounts, whose names are then known.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Write plan, releases, ledger lines and versions of a run as canonical JSON, signed if a key is given.
 
     The run's ε is proved again first; what its options or ledger refute is not certified. No record is in the file.
+    Of the ledger it has the lines of the run's account, and no other account's name.
     """
+    if run_only and whole_ledger:
+        raise typer.BadParameter("excludes --whole-ledger; give one of them.", param_hint="--run-only")
     signer = None if key is None else SigningKey.read(key)  # before the work, so that a mistake is reported at once
-    document = issue(folder, whole_ledger=not run_only, ledger=ledger)
+    document = issue(folder, whole_ledger=False if run_only else whole_ledger or None, ledger=ledger)
     if signer is not None:
         document = signer.sign(document)
     target = document.write(output or folder / "certificate.json")

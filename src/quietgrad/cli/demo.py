@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +60,7 @@ def demo(
     total = book.spent("demo", delta=delta, relation="add-remove")
     if as_json:
         runs = {
-            name: {"epsilon": r.privacy.epsilon, "metrics": dict(r.metrics), "seconds": r.seconds}
+            name: {"epsilon": r.privacy.epsilon, "metrics": dict(r.metrics), "seconds": math.ceil(r.seconds)}
             for name, r in results.items()
         }
         show_json({"data": data.name, "runs": runs, "account": total.to_json(), "report": page and str(page)})
@@ -68,7 +69,7 @@ def demo(
     for name, result in results.items():
         scores = result.metrics
         accuracies = f"{scores['test_accuracy']:>16.4f}{scores['majority_accuracy']:>10.4f}"
-        figures = f"{accuracies}{scores['test_loss']:>12.4f}{result.seconds:>10.2f}"
+        figures = f"{accuracies}{scores['test_loss']:>12.4f}{math.ceil(result.seconds):>10d}"
         tell(f"{name:<10}{result.privacy.epsilon:>8.4f}{figures}")
     count = len(book.book().counted("demo"))
     tell(f"\nThe {count} runs so far are about the same people: together ε = {total.epsilon:.4g} at δ = {delta:g}.")

@@ -35,7 +35,9 @@ _COUNTS = 60  # characters of what a run counts as
 def show(
     file: File,
     account: Annotated[str | None, Option(help="Only this account.")] = None,
-    delta: Annotated[float | None, Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
+    delta: Annotated[
+        float | None, Option(help="State ε at this δ; else the cap's, or the newest run's and its score's.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what every account has spent and on which runs; open reservations count in full."""
@@ -184,6 +186,7 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
         "conditions": list(total.conditions), "notes": list(total.notes),
         "cap": total.cap.to_json() if total.cap else None,
     }  # fmt: skip
+    warned = book.past_warnings(name)
     row["reservations"] = [
         {
             "id": each.reservation.id, "run": each.reservation.run, "condition": each.reservation.condition,
@@ -191,6 +194,7 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
             "reserved": each.reservation.event.to_json(),
             "counts": None if each.counts is None else each.counts.to_json(),
             "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
+            "warnings": warned.get(each.reservation.id, []),
         }
         for each in book.lines(name)
     ]  # fmt: skip
@@ -222,6 +226,8 @@ def _print_tables(rows: list[Row]) -> None:
     for _, run in runs:
         if counts := str(run["note"]).partition("; ")[2]:  # numbers that were declared public
             say(sanitize(f"run {run['run'][:16]}: {counts}"))
+        for warning in run["warnings"]:
+            say(sanitize(f"run {run['run'][:16]}: warning: {warning}"))
     for row in rows:
         for condition in row["conditions"]:
             say(sanitize(f"{row['account']}: ε holds {condition}."))
@@ -244,7 +250,8 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
         account = entry.reservation.account
         book, unit = ledger.book(), privacy.unit
         runs = book.runs(account, unit)
-        spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation, unit=unit).epsilon
+        delta = book.stated_delta(account, entry.reservation.run)
+        spent = ledger.spent(account, delta=delta, relation=privacy.relation, unit=unit).epsilon
     except QuietgradError:  # the total is a service; the run's own statement stands
         return []
     many = "1 run" if runs == 1 else f"{runs} runs"
@@ -252,7 +259,7 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     people = repr(account) if named else "this table"
     if len(book.units(account)) > 1:
         people += f", of those by {unit}; others do not add up with them"
-    return [("spent so far", f"ε = {spent:.4g} by {many} on {people}")]
+    return [("spent so far", f"ε = {spent:.4g} at δ = {delta:g} by {many} on {people}")]
 
 
 _NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter in a table

@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 from scipy import sparse
 from typer import Argument, BadParameter, Option
@@ -30,6 +30,7 @@ from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.files import is_multi_file, read_json, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.state import LONGEST, check_account_name
+from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.opening import Terms
 from quietgrad.core.settings import field_values, fields_of
 from quietgrad.data.address import Address, is_address, public
@@ -109,9 +110,7 @@ class RunSpec:
     learning_rate: str | None = _option(None, "A number or a schedule such as cosine:0.5.")
     clip: float | None = _option(None, "L2 bound on one record's gradient.")
     gamma: float | None = _option(None, "DP-SRM: weight of the fresh gradient.")
-    sampling: str | None = _option(
-        None, "poisson, random-allocation, fixed-size, full, single-pass, turns or poisson-turns."
-    )
+    sampling: str | None = _option(None, f"How records enter a step: {', '.join(get_args(SamplingName))}.")
     settings: list[str] | None = _option(  # noqa: RUF009
         None, "Any other setting of the algorithm, as KEY=VALUE; may be repeated.", "--set"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> 
         text = f"nearly every record lies at one end of the declared bounds of {', '.join(crowded)}: {why}"
         rows.append(("caution", text))
     files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
-    rows += [("seconds", f"{result.seconds:.2f}"), ("written", files)]
+    rows += [("seconds", f"{math.ceil(result.seconds)}"), ("written", files)]
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
 
 

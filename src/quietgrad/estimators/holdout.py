@@ -25,8 +25,8 @@ from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.files import read_bytes, write_atomically
 from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.fingerprints import fingerprint
 from quietgrad.core.ledger.keys import KeyFile
-from quietgrad.core.ledger.state import fingerprint
 from quietgrad.data.dataset import Dataset, Labels, Matrix, public_order
 from quietgrad.methods.score_noise import TOO_NOISY
 

@@ -1,12 +1,12 @@
 """Rows of a scan that need not be read again: arrays in memory as far as that goes, the rest in a scratch file.
 
 The file loses its name as soon as it is made, so that it ends with the process however that ends, and nobody can
-open it. What it holds is encrypted and authenticated by AES-256-GCM under a key that is drawn for this cache and kept
-in memory alone: what a disk keeps of a deleted file tells nothing, and bytes that were altered there are not summed.
-Every place of the file is written once, and its offset is the nonce, so that no nonce serves twice. A forked process
-reads what is there and adds nothing: it would write to the places that its parent writes to, under the same key. A
-disk that is full ends the file, not the run: what has no room is read again from its source, and gives the same
-numbers.
+open it. What it holds is encrypted and authenticated by AES-256-GCM under a key that is drawn for this cache and
+kept in memory alone: what a disk keeps of a deleted file tells nothing, and bytes that were altered there are not
+summed. Every place of the file is written once, and its offset is the nonce, so that no nonce serves twice. A
+forked process reads what is there and adds nothing: it would write to the places that its parent writes to, under
+the same key. A disk that is full ends the file, not the run: what has no room is read again from its source, and
+gives the same numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quietgrad.core.errors import DataError
 Arrays = tuple[npt.NDArray[Any], ...]
 _AES_BLOCK = 16
 _ALTERED = (
-    "scan: the scratch file of rows was altered or cut on the disk. The release was not made; check the disk of the "
-    "temporary folder (TMPDIR), then resume the run or start it again."
+    "scan: the scratch file of rows was altered or cut on the disk. The release was not made; check the disk of "
+    "the temporary folder (TMPDIR), then resume the run or start it again."
 )
 
 

@@ -161,7 +161,7 @@ def make_private(
         clipping: ``"flat"`` over all parameters, ``"automatic"``, ``"per_layer"``, or a rule, as in
             :class:`quietgrad.DPSGD`.
         wrap_model: ``False`` makes the module itself private: it stays the same object, an instance of its class,
-            and comes back in the model's place; ``module.cleanup()`` makes it plain again.
+            and comes back in the model's place; its ``cleanup()`` makes it plain again.
         epochs: needed for a ledger, because what is spent is reserved beforehand.
         loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls it
             is made of, which is undone here, or ``"sum"``.

@@ -53,7 +53,8 @@ def check_lines(body: Mapping[str, Any]) -> Lines:
     # The head holds fast what chains up to it: a line with lines left out behind it is tied to nothing.
     tied = {line["seq"] for place, line in enumerate(reversed(lines)) if line["seq"] == int(head[1]) - place}
     bound = bound and any(line["seq"] in tied and line["body"].get("digest") == covered(body) for line in lines)
-    words = f"{len(lines)} lines that chain" if whole else f"{len(lines)} lines of this run"
+    chosen = f"{len(lines)} lines of this {'account' if lines[0]['kind'] == 'open' else 'run'}"
+    words = f"{len(lines)} lines that chain" if whole else chosen
     return Lines("", whole, bound, f"{words}; head {part['head']}")
 
 

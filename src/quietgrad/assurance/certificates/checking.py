@@ -22,7 +22,7 @@ from quietgrad.assurance.certificates.document import (
     statement,
 )
 from quietgrad.assurance.certificates.independent_accountant import second_proof, sensitivity_again, verifier_proof
-from quietgrad.assurance.certificates.ledger_lines import ledger_findings
+from quietgrad.assurance.certificates.ledger_lines import is_whole, ledger_findings
 from quietgrad.assurance.certificates.rebuilt_plan import rebuilt
 from quietgrad.assurance.certificates.stated_claim import ALTERED, Claim, Finding, read_claim
 from quietgrad.core.accounting.accounting import prove
@@ -244,11 +244,11 @@ def _words(
         rest += [] if two else ["That a second accountant says so too: none is known for these releases."]
     if "plan" in good:
         shown.append("The releases listed are those that the stated algorithm makes at the stated settings.")
-    if "account" in (finding.what for finding in findings):
+    if "ledger" in good and is_whole(document.body["ledger"]["lines"]):
         shown.append("The ledger's lines chain from the first to the head, and reserve and pay for these releases.")
     elif "ledger" in good:
-        shown.append("The lines of this run fit their hashes, and reserve and pay for these releases.")
-        rest.append("That these lines stand in a ledger: the lines between them are left out.")
+        shown.append("The ledger's lines in the file fit their hashes, and reserve and pay for these releases.")
+        rest.append("That these lines stand in a ledger, and that its account has no others: lines are left out.")
     if document.signature is None:
         rest.append("Who says so: without a signature only agreement is shown; all of it could have been made up.")
     elif "signature" in good:

@@ -6,9 +6,9 @@ format, version}``. :func:`parse` refuses any other spelling, so a key that stan
 second meaning that one reader sees and another does not. The format is written down in
 ``docs/certificate-format.md``; ``quietgrad-verify`` reads it too.
 
-:func:`issue` takes the body from a saved run. It computes nothing from data, and no record is in it. The ledger's
-lines are copied as they are: their fingerprints of tables are keyed with a secret of the machine that made them,
-but they show the names of other accounts. ``whole_ledger=False`` leaves those lines out.
+:func:`issue` takes the body from a saved run. It computes nothing from data, and no record is in it. Of the ledger
+it copies the lines of the run's own account as they are: their fingerprints of tables are keyed with a secret of
+the machine that made them, and no line names another account. ``whole_ledger=True`` copies the lines of all.
 
 Signing keys are Ed25519, PKCS #8 and SubjectPublicKeyInfo in PEM, so that other tools read them too. A private
 key is kept in a file that only its owner may read, and this is checked before use.
@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -31,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 from quietgrad.core.errors import DataError, LedgerError, boundary
 from quietgrad.core.files import AS_IS, is_shared, parse_json, read_bytes, sync_folder, write_atomically
 from quietgrad.core.ledger.account import run_of
-from quietgrad.core.ledger.chain import anchor
+from quietgrad.core.ledger.chain import ChainEntry, anchor
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.ledger.state import DEFAULT, same
+from quietgrad.core.ledger.state import canonical_account_name, names_other_accounts, same
 from quietgrad.methods.result import Result, ledger_of, load, problems_of
 
 if TYPE_CHECKING:
@@ -212,11 +213,15 @@ PLAN = {
 PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
 
 
-def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> PrivacyCertificate:
+def issue(
+    folder: str | Path, *, whole_ledger: bool | None = None, ledger: str | Path | None = None
+) -> PrivacyCertificate:
     """Make the unsigned certificate of a run; ``DataError`` if nothing can be certified.
 
     ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
-    With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
+    ``whole_ledger`` says which lines of it are copied: ``None`` those of the run's account, which show no other
+    account's name, ``False`` those of this run alone, and ``True`` all of all accounts. If they are more than a
+    certificate may hold, the lines of this run alone are copied.
     The run's statement is first proved again and held against its options and its ledger: what refutes it there is
     not certified. The ledger gets a line with the digest of the certificate, so that its head holds it fast.
     """
@@ -280,37 +285,85 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     try:
         if lines is not None and book is not None:
             with contextlib.suppress(LedgerError):  # a ledger that cannot be written holds nothing fast
-                Ledger(book).certify(str(result.details["run"]), covered(body))
+                run = str(result.details["run"])
+                Ledger(book).certify(run, covered(body), last=not whole_ledger)
             lines = _lines(result, book, whole=whole_ledger)
         body["ledger"] = lines
         document = PrivacyCertificate({**body, "statement": statement(body)})
         size = len(document.to_bytes())
     except ValueError:
         raise DataError(f"{path}: its settings hold a number that no certificate can (not finite).") from None
-    if size > LARGEST and whole_ledger:  # no reader would accept it: keep the run's own lines
+    if size > LARGEST and whole_ledger is not False:  # no reader would accept it: keep the run's own lines
         return issue(path, whole_ledger=False, ledger=ledger)
     return document
 
 
-def _lines(result: Result, file: Path | None, *, whole: bool) -> Json | None:
+def _lines(result: Result, file: Path | None, *, whole: bool | None) -> Json | None:
+    """The part of a certificate about the ledger; ``None`` if it has no line of this run."""
     if file is None or not file.exists():
         return None
     entries = Ledger(file).entries()
     run = result.details.get("run")
-    if run is None or not entries:
+    paid = [entry for entry in entries if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run]
+    if run is None or not paid:
         return None
-    mine, ids = [], set()
-    for entry in entries:
-        if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run:
-            ids.add(entry.body["id"])
-            # A ledger of a whole project shows other tables too, which the issuer did not mean to show.
-            whole = whole and (entry.body["account"] == DEFAULT or not same(entry.body["account"], DEFAULT))
-        if entry.body.get("id") in ids or (entry.kind == "certificate" and entry.body.get("run") == run):
-            mine.append(entry)
-    kept = entries if whole else tuple(mine)
-    if not mine:
-        return None
+    kept = list(entries) if whole else _own_lines(entries, paid, result.privacy.account, alone=whole is False)
+    if not whole:
+        _check_names(file, kept, str(run))
     return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in kept]}
+
+
+def _own_lines(
+    entries: Sequence[ChainEntry], paid: Sequence[ChainEntry], account: str | None, *, alone: bool
+) -> list[ChainEntry]:
+    """The lines about the run that ``paid`` has the reservations of, or (not ``alone``) all about its account.
+
+    Those of an account are the first of the ledger, its caps, and what its runs wrote: its total follows from them.
+    """
+    claimed = [entry for entry in paid if same(str(entry.body["account"]), account)]
+    own = claimed or paid  # a party calls the account otherwise than the coordinator, whose claim it is
+    who = {canonical_account_name(str(entry.body["account"])) for entry in own}
+    if not alone:
+        own = [entry for entry in entries if entry.kind == "reserve" and _account_of(entry) in who]
+    ids = {entry.body["id"] for entry in own}
+    runs = {run_of(str(entry.body["run"])) for entry in own}
+    kept = []
+    for entry in entries:
+        if entry.kind in ("reserve", "close", "cancel", "condition"):
+            wanted = entry.body["id"] in ids
+        elif entry.kind == "certificate":
+            wanted = entry.body.get("run") in runs
+        elif entry.kind == "resume":
+            wanted = not alone and run_of(str(entry.body["run"])) in runs
+        elif entry.kind == "cap":
+            wanted = not alone and _account_of(entry) in who
+        else:
+            wanted = not alone and entry.kind == "open"
+        if wanted:
+            kept.append(entry)
+    return kept
+
+
+def _account_of(entry: ChainEntry) -> str:
+    return canonical_account_name(str(entry.body["account"]))
+
+
+def _check_names(file: Path, lines: Sequence[ChainEntry], run: str) -> None:
+    """Raise ``DataError`` if the lines name accounts beside the run's own, which their hashes keep in them."""
+    whole = "If all accounts' names may be known, pass --whole-ledger (in Python whole_ledger=True)."
+    if len({_account_of(line) for line in lines if line.kind == "reserve"}) > 1:
+        raise DataError(
+            f"{file}: this run is charged to several accounts there, and the claim names none of them, so no line "
+            f"would be without another account's name. Nothing was certified. {whole}"
+        )
+    for line in lines:
+        if names_other_accounts(line.body):
+            mine = run_of(str(line.body.get("run"))) == run
+            alone = "" if mine else "Pass --run-only (whole_ledger=False) to leave this line out. "
+            raise DataError(
+                f"{file}: line {line.seq} was written by an older quietgrad and names other accounts in a "
+                f"warning. Its hash does not permit to change it, so nothing was certified. {alone}{whole}"
+            )
 
 
 _LARGEST = 1 << 14  # bytes

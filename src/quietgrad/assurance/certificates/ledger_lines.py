@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quietgrad.assurance.certificates.document import Json, covered
@@ -28,7 +29,7 @@ def ledger_findings(body: Json, claim: Claim, file: str | Path | None) -> list[F
     if set(stated) != {"head", "lines", "run"}:
         raise ValueError("ledger")
     entries, head = tuple(ChainEntry(**line) for line in stated["lines"]), stated["head"]
-    whole = [line.seq for line in entries] == list(range(1, len(entries) + 1))
+    whole = is_whole(stated["lines"])
     problem, book = _chain_problem(entries, head, whole=whole), LedgerState()
     try:
         held = list(book.fold(entries).held.values())
@@ -36,7 +37,11 @@ def ledger_findings(body: Json, claim: Claim, file: str | Path | None) -> list[F
         problem = problem or "; ".join(unpaid(claim.privacy, str(stated["run"]), held, "it", of_a_party=of_a_party))
     except LedgerError as error:
         problem = problem or str(error)
+    # A part with the ledger's first line has the lines of an account; without it, those of the run alone.
+    of_account = not whole and entries[0].kind == "open"
     part = f"the {len(entries)} lines of this run; other runs on the same people are not shown"
+    if of_account:
+        part = f"the {len(entries)} lines of this account; lines of other accounts are not shown"
     all_lines = f"{len(entries)} lines that chain up to {head}"
     certified = [
         line.body for line in entries if line.kind == "certificate" and line.body.get("run") == stated["run"]
@@ -52,8 +57,9 @@ def ledger_findings(body: Json, claim: Claim, file: str | Path | None) -> list[F
         found.append(
             Finding("bound", True, f"its head {head} holds the claim fast; compare it with the ledger's own")
         )
-    if whole and not problem:
-        found.append(Finding("account", None, _account_total(book, claim)))
+    if (whole or of_account) and not problem:
+        where = "in this ledger" if whole else "in these lines"
+        found.append(Finding("account", None, _account_total(book, claim, where)))
     if file is not None:
         try:
             theirs = Ledger(file).entries()
@@ -65,6 +71,11 @@ def ledger_findings(body: Json, claim: Claim, file: str | Path | None) -> list[F
         words = problem or "it is the one certified, or has grown from it"
         found.append(Finding("ledger at hand", not problem, words))
     return found
+
+
+def is_whole(lines: Sequence[Mapping[str, object]]) -> bool:
+    """Whether lines are all of a ledger, from its first on without a gap."""
+    return [line["seq"] for line in lines] == list(range(1, len(lines) + 1))
 
 
 def _seq(head: str) -> int:
@@ -91,11 +102,11 @@ def _chain_problem(entries: tuple[ChainEntry, ...], head: str, *, whole: bool) -
     return ""
 
 
-def _account_total(book: LedgerState, claim: Claim) -> str:
-    """Say in words what all runs of the account in the ledger cost together."""
+def _account_total(book: LedgerState, claim: Claim, where: str) -> str:
+    """Say in words what all runs of the account cost together."""
     account = str(claim.privacy.account)
     parts, count = book.counted(account), book.runs(account)
-    runs, event = f"{count} run{'' if count == 1 else 's'} of {account!r} in this ledger", compose_events(parts)
+    runs, event = f"{count} run{'' if count == 1 else 's'} of {account!r} {where}", compose_events(parts)
     mixed = claim.relation is Relation.ADD_REMOVE and Relation.REPLACE_ONE in book.relations(account)
     try:
         if event is None or mixed or len(set(parts)) > _MOST_KINDS:

@@ -107,9 +107,8 @@ def write_cards(folder: Path, output: Path | None = None, ledger: Path | None = 
 
 
 def _model(run: ReportedRun) -> Section:
-    elsewhere = {"data", "seconds", "stopped by"}
-    counts = tuple(f"{unit} (" for unit in ("records", "people", "parties"))
-    facts = [(name, value) for name, value in run.model if name not in elsewhere and not name.startswith(counts)]
+    elsewhere = {"data", run.result.privacy.unit.in_words("records"), "seconds", "stopped by"}
+    facts = [(name, value) for name, value in run.model if name not in elsewhere]
     written = ("written by", f"quietgrad {run.result.versions.get('quietgrad', '?')}")
     return Section("Model", facts=(("algorithm", run.result.algorithm), *facts, written))
 
@@ -119,8 +118,8 @@ def _data(run: ReportedRun) -> Section:
     result = run.result
     facts = result.details.get("model", {})
     unit = result.privacy.unit.in_words("records")
-    counted = "counted privately, within ε" if "counted" in result.details else "a public number"
-    rows = [("data set", str(result.data.get("name", "not named"))), (unit, f"{result.n_public} ({counted})")]
+    number = f"{result.n_public} ({run.how_counted})"
+    rows = [("data set", str(result.data.get("name", "not named"))), (unit, number)]
     bound = "declared bound on a row's norm"
     said = {"features": "features", "feature_names": "feature names", "class_names": "classes", "row_bound": bound}
     for key, label in said.items():
@@ -158,10 +157,11 @@ def _guarantee(run: ReportedRun) -> Section:
         ("adversary", privacy.adversary),
     ]
     if account := report.account:
-        spent = "no common ε" if account.epsilon is None else f"ε = {account.epsilon:.4g} at δ = {privacy.delta:g}"
+        spent = "no common ε" if account.epsilon is None else f"ε = {account.epsilon:.4g} at δ = {account.delta:g}"
         cap = f", capped at {account.cap:g}" if account.cap else ""
         runs = f"{account.runs} run{'' if account.runs == 1 else 's'}"
-        rows.append((f"all runs of account “{account.account}”", f"{spent}, {runs}{cap}"))
+        note = f". {account.note}" if account.note else ""
+        rows.append((f"all runs of account “{account.account}”", f"{spent}, {runs}{cap}{note}"))
     if audit := run.audit:
         rows.append(("audit", f"{audit['verdict']}: ε ≥ {audit['epsilon_lower']:.3g} seen in {audit['runs']} runs"))
     rows += [("not covered", line) for line in NOT_COVERED if line is not SCORES]

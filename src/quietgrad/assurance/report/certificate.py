@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quietgrad.assurance.report.spending import LESS_THAN_SUM
 from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.budget import PrivacyUnit, Relation
 from quietgrad.core.errors import LedgerError, UnprovableError
@@ -168,6 +169,14 @@ class AccountTotal:
     cap: float | None
     whole: bool
     reserved_at: str | None
+    delta: float | None = None
+    """δ at which ε is stated: the cap's, else what was asked for the run, its score included."""
+    relation: str = ""
+
+    @property
+    def note(self) -> str:
+        """Why ε of several runs together is not the sum of theirs."""
+        return LESS_THAN_SUM if self.runs > 1 and self.epsilon is not None else ""
 
 
 @dataclass(frozen=True)
@@ -342,9 +351,13 @@ def _account(result: Result, file: Path | None) -> AccountTotal | None:
     mine = book.find(str(result.details.get("run")))
     name = privacy.account if mine is None else mine.reservation.account
     held, cap, epsilon = book.of(name), book.cap(name), None
+    delta = privacy.delta if mine is None else book.stated_delta(name, str(result.details.get("run")))
+    relation = (privacy.relation or "add-remove") if cap is None else cap.relation
     # Runs under different relations have no common ε; the page says so.
     with contextlib.suppress(UnprovableError):
-        epsilon = ledger.spent(name, delta=privacy.delta, relation=privacy.relation or "add-remove").epsilon
+        epsilon = ledger.spent(name, delta=delta, relation=relation).epsilon
     last = f"{held[-1].time[:16].replace('T', ' ')} UTC" if held else None
     limit = None if cap is None else cap.epsilon
-    return AccountTotal(file.name, privacy.account, book.runs(name), epsilon, limit, whole, last)
+    return AccountTotal(
+        file.name, privacy.account, book.runs(name), epsilon, limit, whole, last, delta, str(relation)
+    )

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from quietgrad import __version__
 from quietgrad.assurance.report.page import page_environment
+from quietgrad.assurance.report.spending import LESS_THAN_SUM
 from quietgrad.charts import Lines, Series
 from quietgrad.core.accounting.accounting import account as epsilon_of
 from quietgrad.core.accounting.budget import Budget, Relation
@@ -61,10 +62,13 @@ class AccountSpending:
 
 
 def total_of(ledger: Ledger, book: LedgerState, name: str, delta: float | None = None) -> AccountSpending:
-    """Prove what an account spent, at the δ and relation asked for, else the cap's, else the newest run's."""
+    """Prove what an account spent, at the δ asked for, else the cap's, else that asked for the newest run.
+
+    A run and its score are one: see :meth:`~quietgrad.core.ledger.state.LedgerState.stated_delta`.
+    """
     cap = book.cap(name)
     guarantee = cap or book.of(name)[-1].reservation  # an account exists by a cap or by a reservation
-    delta = delta or guarantee.delta
+    delta = delta or book.stated_delta(name)
     epsilon, accountant, problem = None, None, None
     try:
         proof = ledger.spent(name, delta=delta, relation=guarantee.relation)
@@ -161,6 +165,11 @@ class AccountView:
     @property
     def is_open(self) -> bool:
         return len(self.runs) <= _MOST_OPEN
+
+    @property
+    def note(self) -> str:
+        """Why ε of several runs together is not the sum of theirs."""
+        return LESS_THAN_SUM if len(self.runs) > 1 and self.total.epsilon is not None else ""
 
     @property
     def foreign(self) -> int:

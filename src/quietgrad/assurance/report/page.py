@@ -116,6 +116,11 @@ class ReportedRun:
         return math.ceil(self.result.seconds)
 
     @property
+    def how_counted(self) -> str:
+        """How the number of records came to be known."""
+        return "counted privately, within ε" if "counted" in self.result.details else "a public number"
+
+    @property
     def config(self) -> list[tuple[str, str]]:
         """The public settings, as text; of a setting that has settings of its own, those that are in use."""
         rows: list[tuple[str, str]] = []
@@ -132,10 +137,9 @@ class ReportedRun:
     def model(self) -> list[tuple[str, str]]:
         """Facts about the model and its data, as pairs of text."""
         facts = self.result.details.get("model", {})
-        known = "counted privately" if "counted" in self.result.details else "public number"
         rows = [
             ("data", str(self.result.data.get("name", "not named"))),
-            (self.result.privacy.unit.in_words(f"records ({known})"), f"{self.result.n_public}"),
+            (self.result.privacy.unit.in_words("records"), f"{self.result.n_public} ({self.how_counted})"),
             ("parameters", str(len(self.result.params))),
         ]
         said = ("objective", "module", "loss", "regularizer", "intercept", "row_bound")

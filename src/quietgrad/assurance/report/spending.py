@@ -11,6 +11,10 @@ from quietgrad.core.session.statement import Privacy
 
 _SAME = 1e-3  # relative: calibration stops this close below the ε that was asked for
 
+LESS_THAN_SUM = (
+    "The total is at most the sum of the runs' ε, and mostly less: costs composed together add up more slowly."
+)
+
 
 @dataclass(frozen=True)
 class Spending:

@@ -320,6 +320,10 @@ class Sampled(TypedDict, total=False):
     rate: float | None
 
 
+SAMPLED_NAMES = ("poisson", "random-allocation", "fixed-size", "full")
+"""The names of samplings whose cost follows from n, the batch size and the number of steps alone."""
+
+
 def sampled_gaussian(noise_multiplier: float, steps: int, **sampled: Unpack[Sampled]) -> Event:
     """The event of ``steps`` Gaussian releases, sampled as described.
 
@@ -346,9 +350,7 @@ def sampled_gaussian(noise_multiplier: float, steps: int, **sampled: Unpack[Samp
                 return repeated(FixedSizeSampled(n, batch_size, one), steps)
             epoch = -(-n // batch_size)
             return repeated(AllocationSampled(epoch, one), -(-steps // epoch))
-    raise SettingError(
-        "{sampling}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.", sampling=sampling
-    )
+    raise SettingError(f"{{sampling}}: must be one of {', '.join(map(repr, SAMPLED_NAMES))}.", sampling=sampling)
 
 
 def calibrate(

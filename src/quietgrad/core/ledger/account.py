@@ -20,6 +20,7 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.core.files import os_error_text
+from quietgrad.core.ledger.fingerprints import fingerprint
 from quietgrad.core.ledger.ledger import Ledger, project_ledger, project_ledger_exists
 from quietgrad.core.ledger.state import (
     COUNTED,
@@ -28,7 +29,6 @@ from quietgrad.core.ledger.state import (
     NAMELESS,
     canonical_account_name,
     check_account_name,
-    fingerprint,
     run_of,
     unnamed,
 )

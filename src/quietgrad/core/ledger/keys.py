@@ -30,7 +30,7 @@ from quietgrad.core.files import (
     sync_folder,
     write_atomically,
 )
-from quietgrad.core.ledger.state import state_folder
+from quietgrad.core.ledger.fingerprints import state_folder
 from quietgrad.core.noise.rng import KEY_BYTES, fresh_key
 
 _PR_SET_DUMPABLE = 4

@@ -27,6 +27,7 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation, chec
 from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.core.ledger.chain import Chain, ChainEntry, anchor, check_anchor
+from quietgrad.core.ledger.fingerprints import fingerprint, salted, sealed, state_folder
 from quietgrad.core.ledger.state import (
     LedgerState,
     Reservation,
@@ -34,11 +35,8 @@ from quietgrad.core.ledger.state import (
     canonical_account_name,
     check_account_name,
     compose_events,
-    fingerprint,
     is_unnamed,
     may_give_back,
-    salted,
-    state_folder,
 )
 
 if TYPE_CHECKING:
@@ -137,6 +135,8 @@ class Ledger:
             "cap": None if cap is None else cap.to_json(),
             "note": note,
             "fingerprint": None if fingerprint is None else salted(fingerprint),
+            "table": None if fingerprint is None else sealed(fingerprint, new_id),
+            "part": part,
         }
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
@@ -145,7 +145,7 @@ class Ledger:
             messages = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in messages:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
-            writer.append("reserve", {**body, "warnings": messages})
+            writer.append("reserve", body)  # without the messages: others read it, and they name other accounts
         return Reservation.from_body(body)
 
     def check_cap(self, account: str, cost: Cost, *, cap: Budget | None = None) -> None:
@@ -237,14 +237,16 @@ class Ledger:
             writer.append("resume", {"run": run, "opening": number})
         return number
 
-    def certify(self, run: str, digest: str) -> None:
+    def certify(self, run: str, digest: str, *, last: bool = False) -> None:
         """Record the digest of a certificate of ``run``, once.
 
-        From then on the head of the ledger covers it.
+        From then on the head of the ledger covers it. With ``last`` the newest line must hold it, for a certificate
+        that leaves out the lines behind.
         """
         body = {"run": run, "digest": digest}
         with self._chain.writing() as writer:
-            if not any(entry.kind == "certificate" and entry.body == body for entry in writer.entries):
+            lines = writer.entries[-1:] if last else writer.entries
+            if not any(entry.kind == "certificate" and entry.body == body for entry in lines):
                 writer.append("certificate", body)
 
     def openings(self, run: str) -> int:

@@ -8,17 +8,12 @@ An account is a group of people by the user's word, and a cap per spelling is no
 :func:`canonical_account_name`, which only ever brings spellings together: too much is then charged, never too
 little.
 
-Fingerprints of tables let a ledger warn about mixed-up accounts. A plain hash of a table can be tested against
-guesses of its content. Fingerprints are HMAC-SHA256 under a random key
-that stays in a 0600 file on this machine; another machine's fingerprints cannot be compared with them.
+Fingerprints of tables let a ledger warn about mixed-up accounts (:mod:`~quietgrad.core.ledger.fingerprints`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-import os
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -31,8 +26,8 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
 from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import LedgerError, SettingError
-from quietgrad.core.files import is_shared, write_atomically
 from quietgrad.core.ledger.chain import ChainEntry
+from quietgrad.core.ledger.fingerprints import is_of_table, unsealed
 
 DEFAULT = "default"  # the account of a run that names none
 NAMELESS = (DEFAULT, "held-out")  # what front ends charge if the caller names no account
@@ -101,6 +96,8 @@ def same(name: str, other: str | None) -> bool:
 
 COUNTED = "~count"
 """Behind a run's name: the private count that it was planned from."""
+SCORE = "evaluation"
+"""The note of a score of a model."""
 EPOCH = "#"
 """Between a run's name and the nonce of an epoch."""
 
@@ -177,6 +174,12 @@ class ReservationState:
     counts: events.Event | None
     state: str = "open"  # or "closed" or "cancelled"
     reason: str = ""
+    table: str | None = None
+    """The sealed fingerprint."""
+    part: bool = False
+    """Whether the table is a part of one that the account knows."""
+    warned: tuple[str, ...] = ()
+    """Warnings that the line itself holds, as versions before 0.3 wrote them."""
 
 
 @dataclass
@@ -207,8 +210,10 @@ class LedgerState:
                 raise ValueError(f"reservation {new.id} is already there.")
             self.names.setdefault(canonical_account_name(new.account), new.account)
             self.held[new.id] = ReservationState(
-                new, time, str(body["note"]), body["fingerprint"], counts=new.event
-            )
+                new, time, str(body["note"]), body["fingerprint"], new.event,
+                table=body.get("table"), part=body.get("part") is True,
+                warned=tuple(map(str, body.get("warnings") or ())),
+            )  # fmt: skip
             self.openings.setdefault(new.run, 1)
         elif kind in ("close", "cancel"):
             old = self.open(str(body["id"]))
@@ -309,6 +314,26 @@ class LedgerState:
         """The privacy units of what counts for one account."""
         return tuple(dict.fromkeys(one.unit for one in self.charged(account)))
 
+    def stated_delta(self, account: str, run: str | None = None) -> float:
+        """The δ at which the total of ``account`` is stated, wherever it is: the cap's, else what a run was given.
+
+        The run is the newest one or ``run``. Its δ is shared with the scores of its model, whose entries follow.
+        """
+        if (cap := self.cap(account)) is not None:
+            return cap.delta
+        groups: list[dict[str, float]] = []
+        scored = False  # whether the newest group is of a model
+        for held in self.of(account):
+            name, is_score = run_of(held.reservation.run), held.note.partition(";")[0] == SCORE
+            if held.counts is None or held.reservation.run.endswith(COUNTED):
+                continue
+            if not (groups and (name in groups[-1] or (is_score and scored))):
+                groups.append({})
+                scored = not is_score
+            groups[-1][name] = held.reservation.delta
+        mine = [group for group in groups if run is None or run in group]
+        return math.fsum(mine[-1].values()) if mine else self.of(account)[-1].reservation.delta
+
     def counted_runs(self, account: str) -> int:
         """How many runs of one account were planned from a private count of their records."""
         return len({one.run for one in self.charged(account) if one.run.endswith(COUNTED)})
@@ -324,23 +349,53 @@ class LedgerState:
             for held in self.held.values()
             if held.fingerprint
         }
-        account = self.name(account)
-        if (account, True) in pairs:
-            return []
-        messages = []
-        if not part and any(name == account for name, _ in pairs):
-            messages.append(
-                f"account {account!r} was used with another table before; "
-                "if these are other people, give them another account."
-            )
-        others = sorted(name for name, same_table in pairs if same_table)
-        if others:
-            names = ", ".join(map(repr, others))
-            messages.append(
-                f"this table was charged to account {names} before, now to {account!r}; "
-                "the same people must stay in one account."
-            )
-        return messages
+        return _pair_warnings(self.name(account), pairs, part=part)
+
+    def past_warnings(self, account: str) -> dict[str, list[str]]:
+        """The warnings of :meth:`table_warnings` that lines of one account caused, by reservation.
+
+        Lines hold no warning, since it would name other accounts. This machine's key opens their fingerprints, and
+        the warnings follow from these again; lines of other machines give none. Older lines hold their warnings.
+        """
+        seen: list[tuple[str, str]] = []
+        found: dict[str, list[str]] = {}
+        for each, held in self.held.items():
+            name = self.name(held.reservation.account)
+            mine = canonical_account_name(name) == canonical_account_name(account)
+            messages = list(held.warned)
+            mark = None if held.table is None else unsealed(held.table, each)
+            if mark is not None:
+                pairs = {(other, theirs == mark) for other, theirs in seen} if mine else set()
+                messages += _pair_warnings(name, pairs, part=held.part)
+                seen.append((name, mark))
+            if mine and messages:
+                found[each] = messages
+        return found
+
+
+def _pair_warnings(account: str, pairs: set[tuple[str, bool]], *, part: bool) -> list[str]:
+    """Warnings about an account and a table, where ``pairs`` are (account, is it this table) of earlier lines."""
+    if (account, True) in pairs:
+        return []
+    messages = []
+    if not part and any(name == account for name, _ in pairs):
+        messages.append(
+            f"account {account!r} was used with another table before; "
+            "if these are other people, give them another account."
+        )
+    others = sorted(name for name, same_table in pairs if same_table)
+    if others:
+        names = ", ".join(map(repr, others))
+        messages.append(f"{_SHARED}{names} before, now to {account!r}; the same people must stay in one account.")
+    return messages
+
+
+_SHARED = "this table was charged to account "
+
+
+def names_other_accounts(body: Json) -> bool:
+    """Whether the body of a line names other accounts: versions before 0.3 wrote their warnings into it."""
+    return any(str(text).startswith(_SHARED) for text in body.get("warnings") or ())
 
 
 def compose_events(parts: Iterable[events.Event]) -> events.Event | None:
@@ -410,68 +465,3 @@ def may_give_back(spent: events.Event, reserved: events.Event, *, data_dependent
     if data_dependent and not isinstance(reserved, events.ZCDP):
         return False
     return is_part(spent, reserved)
-
-
-_KEY_BYTES = 32
-
-
-def state_folder() -> Path:
-    """The folder of this user's keys and default ledger: ``$QUIETGRAD_STATE`` or ``~/.local/state/quietgrad``."""
-    state = os.environ.get("QUIETGRAD_STATE")
-    return Path(state) if state else Path.home() / ".local" / "state" / "quietgrad"
-
-
-def salted(mark: str) -> str:
-    """A fingerprint as a line of a ledger holds it: without the mark two lines of one table cannot be linked.
-
-    Ledgers and certificates are shown to others. That two runs saw the same table, to the last record, is a fact
-    about its records that nothing paid for.
-    """
-    salt = os.urandom(8).hex()
-    return salt + hashlib.sha256(f"{salt}{mark}".encode()).hexdigest()[:48]
-
-
-def is_of_table(line: str, mark: str) -> bool:
-    """Whether the fingerprint of a line is that of the table with this mark.
-
-    >>> mark = "3f" * 32
-    >>> is_of_table(salted(mark), mark), salted(mark) == salted(mark)
-    (True, False)
-    """
-    salted_mark = hashlib.sha256(f"{line[:16]}{mark}".encode()).hexdigest()[:48]
-    return line == mark or line[16:] == salted_mark  # lines of earlier versions have the mark itself
-
-
-def fingerprint(chunks: Iterable[bytes | bytearray | memoryview]) -> str:
-    """Return HMAC-SHA256 of the concatenated ``chunks`` under this machine's key, as 64 hex digits.
-
-    Put shapes and types into a chunk of their own: only the bytes count, not where a chunk ends.
-    """
-    mac = hmac.new(_key(state_folder() / "fingerprint.key"), digestmod="sha256")
-    for chunk in chunks:
-        mac.update(chunk)
-    return mac.hexdigest()
-
-
-def _key(path: Path) -> bytes:
-    """Read the key, or make it; processes that start together all end up with the same one."""
-    try:
-        if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-            write_atomically(fresh, os.urandom(_KEY_BYTES), private=True)
-            with contextlib.suppress(FileExistsError):  # another process was first: its key counts
-                os.link(fresh, path)
-            fresh.unlink()
-        shared = is_shared(path)
-        key = path.read_bytes()
-    except OSError as error:
-        raise LedgerError(
-            f"{path}: cannot read or make the fingerprint key ({error.strerror}); "
-            "set QUIETGRAD_STATE to a folder that can be written."
-        ) from None
-    if shared:
-        raise LedgerError(f"{path}: other users can read this key; chmod 600 it, or delete it to make a new one.")
-    if len(key) != _KEY_BYTES:
-        raise LedgerError(f"{path}: must hold {_KEY_BYTES} bytes, has {len(key)}; delete it to make a new key.")
-    return key

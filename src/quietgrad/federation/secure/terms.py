@@ -267,7 +267,7 @@ class SecureSumConfig:
     def slack(self) -> float:
         """Total variation of one release from the rounded Gaussian mechanism with this σ, from above.
 
-        Charge it as ``events.TotalVariationSlack(terms.slack())`` per release.
+        Charge it as ``events.TotalVariationSlack`` per release.
         """
         return self.distance() + math.sqrt(self.divergence() / 2.0)
 
