@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import write_atomically
@@ -25,25 +24,6 @@ from quietgrad.features.frozen import MARK, PublicFeatures, Rows, unit_length
 WHITENING_FILE = "whitening.npz"
 """Mean and directions of the public rows, in the folder of a run."""
 _AT_ONCE = 256  # rows that are made dense at a time
-_ROWS, _DEEP, _WIDE = 32, 64, 1024  # of a piece of a product: what is read again stays in the caches
-
-
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_products(rows: Rows, matrix: Rows, out: Rows) -> None:
-    """out += rows·matrix, each number added up in the order of the matrix's rows.
-
-    A library's product rounds a row by its place among others, on some machines also in blocks of one size. Here
-    all rows take the same course, so one record more changes no bit of another's features.
-    """
-    for top in range(0, len(rows), _ROWS):
-        for left in range(0, matrix.shape[1], _WIDE):
-            for deep in range(0, len(matrix), _DEEP):
-                for i in range(top, min(len(rows), top + _ROWS)):
-                    total = out[i, left : left + _WIDE]
-                    for k in range(deep, min(len(matrix), deep + _DEEP)):
-                        factor, part = rows[i, k], matrix[k, left : left + _WIDE]
-                        for j in range(len(total)):
-                            total[j] += factor * part[j]
 
 
 class Whitened:
@@ -144,6 +124,8 @@ class Whitened:
 
     def rows(self, X: Any) -> Rows:
         """Rows of features of a table of records, dense or sparse, each from its own record alone."""
+        from quietgrad.features.ordered_products import add_products
+
         if self.features is not None:
             X = self.features.rows(X)
         if X.shape[1] != len(self.mean):
@@ -153,5 +135,5 @@ class Whitened:
             some = X[start : start + _AT_ONCE]
             dense = some if isinstance(some, np.ndarray) else some.toarray()
             centred = np.ascontiguousarray(dense - self.mean, np.float32)
-            _add_products(centred, self.matrix, out[start : start + _AT_ONCE])
+            add_products(centred, self.matrix, out[start : start + _AT_ONCE])
         return unit_length(out) if self.unit_rows else out
