@@ -24,6 +24,8 @@ _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of th
 _EVERYWHERE = 0.85  # of the records must have a value other than zero where a range leaves zero out
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
 _EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
+_THICK = 0.6  # of the fullest octave the last one holds where a column has no tail
+_THIN = 3  # octaves of a tail that may stand out together where none does alone
 _UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
 
 
@@ -158,6 +160,48 @@ def read_magnitudes(
     )
 
 
+@dataclass(frozen=True)
+class WholeRanges:
+    """The range [low, high] of each row of counts, and whether anything stands out of the noise in it."""
+
+    low: Floats
+    high: Floats
+    seen: npt.NDArray[np.bool_]
+
+
+def read_whole(counts: Floats, sigma: float) -> WholeRanges:
+    """Ranges that hold all that is seen, from counts (features, sign, octave) with noise ``sigma``.
+
+    A range reaches 0 on its near side: zeros and small values are in no octave that stands out. It has an octave
+    more than what is seen, another where the last ones thin out, and further ones while the next three together
+    hold values. A sign is left out if its counts keep within the noise.
+
+    >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1))
+    >>> counts[0, 0, 3 - LOWEST] = 1000.0  # values in (4, 8]
+    >>> ranges = read_whole(counts, 10.0)
+    >>> ranges.low.tolist(), ranges.high.tolist(), ranges.seen.tolist()
+    ([0.0], [16.0], [True])
+    """
+    both, noise = counts.sum(axis=1), sigma * math.sqrt(2.0)
+    mine = windows(both, noise)
+    padded = np.concatenate([both, np.zeros((len(both), _THIN + 1))], axis=1)
+    edge = both[np.arange(len(both)), mine.last]
+    tailed = (edge < _THICK * both.max(axis=1)) & (mine.last >= both.argmax(axis=1) + 2)
+    last = mine.last + 1 + tailed
+    for _ in range(_THIN):
+        after = np.arange(1, _THIN + 1) + np.minimum(last, both.shape[1] - 1)[:, None]
+        tail = np.take_along_axis(padded, after, axis=1).sum(axis=1)
+        last = np.where(tail > _GROW * noise * math.sqrt(_THIN), last + 1, last)
+    far = np.exp2(np.minimum(last + LOWEST, HIGHEST + 1.0))
+    by_sign = np.where(mine.inside(counts.shape[2])[:, None], counts, 0.0).sum(axis=2)
+    limit = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
+    lesser = by_sign.argmin(axis=1)
+    absent = by_sign.min(axis=1) < limit
+    high = np.where(absent & (lesser == 0), 0.0, far)
+    low = np.where(absent & (lesser == 1), 0.0, -far)
+    return WholeRanges(np.where(mine.found, low, -1.0), np.where(mine.found, high, 1.0), mine.found)
+
+
 def middle_octave(counts: Floats) -> float:
     """The median octave of pooled counts (1, sign, octave), negative counts taken as none."""
     both = np.maximum(counts.sum(axis=(0, 1)), 0.0)
@@ -179,10 +223,17 @@ def _top(counts: Floats, window: Windows, tail: float) -> npt.NDArray[np.int64]:
     return np.asarray((sums < (1.0 - tail) * sums[:, -1:]).sum(axis=1))
 
 
-def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tuple[Floats, Floats]:
-    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off."""
+def read_pieces(
+    counts: Floats, sigma: float, low: Floats, high: Floats, *, whole: bool = False
+) -> tuple[Floats, Floats]:
+    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
+
+    With ``whole`` what lies beyond a narrower one must not add up to more than the deviation of its noise, and
+    an interval from 0 whose counts begin there and thin out is kept whole.
+    """
     total = counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
+    spared = ~_thin_out(counts, sigma, low, high) if whole else np.ones(len(counts), dtype=bool)
     for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
         pieces = counts.shape[1] // merged
         noise = sigma * math.sqrt(merged)
@@ -190,15 +241,31 @@ def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tupl
         inner = windows(coarse, noise)
         inside = inner.inside(pieces)
         caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
-        use = inner.found & (caught >= _CAUGHT * total)
+        use = spared & inner.found & (caught >= _CAUGHT * total)
         pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
+        if whole:  # what hides in the noise of one fine bin may reach on over several
+            pad = np.where(pad > 0, max(1, pieces // _COARSE), 1)
         width = (high - low) / pieces
         nearer = low + np.maximum(inner.first - pad, 0) * width
         closer = low + np.minimum(inner.last + pad + 1, pieces) * width
         # What is spread over many bins leaves only its core above the noise of each: those must narrow it a lot.
+        if whole:
+            wider = np.arange(pieces)
+            beyond = (wider < (inner.first - pad)[:, None]) | (wider > (inner.last + pad)[:, None])
+            use &= np.where(beyond, coarse, 0.0).sum(axis=1) <= noise * np.sqrt(beyond.sum(axis=1))
         use &= (pieces <= _COARSE) | (closer - nearer <= _FINER * (new_high - new_low))
         new_low, new_high = np.where(use, nearer, new_low), np.where(use, closer, new_high)
     return new_low, new_high
+
+
+def _thin_out(counts: Floats, sigma: float, low: Floats, high: Floats) -> npt.NDArray[np.bool_]:
+    """Whether values reach down to 0, an end of their interval, and thin out away from it: noise hides where they
+    stop."""
+    inner, rows, last = windows(counts, sigma), np.arange(len(counts)), counts.shape[1] - 1
+    upward, downward = (low == 0.0) & (inner.first == 0), (high == 0.0) & (inner.last == last)
+    far = np.where(upward, inner.last, inner.first)
+    thin = (counts[rows, far] < _THICK * counts.max(axis=1)) | (inner.first == inner.last)
+    return np.asarray(inner.found & (upward | downward) & thin)
 
 
 def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float) -> tuple[float, float]:
