@@ -178,7 +178,7 @@ def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
     elif spec.delta * n > 0.1:
         findings.append(ColumnRemark("δ", f"{spec.delta:g} is close to 1/n = {1.0 / n:.2g}; choose less"))
     budgets = [budget for one in specs if (budget := one.budget()) is not None]
-    width = _width(spec, data)
+    width = features_seen(spec, data)
     off = [_coefficient_error(n, width, budget) for budget in budgets]
     text = f"{n} {unit} and {width} features: a coefficient is off by about {_by_epsilon(specs, off)}"
     findings.append(ColumnRemark("model", f"{text}, per range of its feature", off[-1] > 5.0))
@@ -196,7 +196,7 @@ def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
     return findings
 
 
-def _width(spec: RunSpec, data: Dataset) -> int:
+def features_seen(spec: RunSpec, data: Dataset) -> int:
     """The number of features that the model sees: those of --features, else the table's."""
     if spec.features is None:
         return data.d

@@ -50,7 +50,9 @@ class Description:
 
     Statistics of a number are of its values cut to [``cut_low``, ``cut_high``]; ``range`` says whether that was
     declared or found privately. Where it is "hidden", no range stands out of the noise and nothing is said of the
-    values. ``table`` has a row for each column, with dates as days since 1970; ``histograms`` and ``pairs`` have a row for each cell, with its count and
+    values. ``table`` has a row for each column, with dates as days since 1970.
+
+    ``histograms`` and ``pairs`` have a row for each cell, with its count and
     error. They are data frames if pandas is installed, else lists of mappings.
     """
 
@@ -238,6 +240,9 @@ def describe(
         bins = 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
         for j in numeric:
             columns[j] = columns[j].binned(cuts[j].low, cuts[j].high, bins)
+            inner = 0.5 if columns[j].kind == "integer" else 0.0  # edges lie between whole numbers
+            ends = columns[j].edges[[0, -1]].tolist()
+            cuts[j] = cuts[j]._replace(low=ends[0] + inner, high=ends[1] - inner)
         tables = _Tables(session, whom, budget.relation, largest)
         released = tables.histograms(columns, numbers)
         sums = tables.sums([columns[j] for j in numeric], numbers[:, numeric]) if numeric else {}
@@ -342,8 +347,7 @@ def _row(
         if cut.origin == "hidden":
             nothing = (f"q{round(100 * q):02d}" for q in _QUANTILES)
             return row | dict.fromkeys(("mean", "std", *nothing))
-        inner = 0.5 if column.kind == "integer" else 0.0  # edges lie between whole numbers
-        row |= {"cut_low": float(column.edges[0]) + inner, "cut_high": float(column.edges[-1]) - inner}
+        row |= {"cut_low": cut.low, "cut_high": cut.high}
     if sums is None:
         top = int(np.argmax(counts[: len(column.values)]))
         return {**row, "most_frequent": str(column.values[top]), "most_frequent_count": float(counts[top])}
