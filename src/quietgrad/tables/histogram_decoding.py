@@ -229,11 +229,11 @@ def read_pieces(
     """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
 
     With ``whole`` what lies beyond a narrower one must not add up to more than the deviation of its noise, and
-    an interval from 0 whose counts begin there and thin out is kept whole.
+    the end towards which values thin out from 0 stays.
     """
     total = counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
-    spared = ~_thin_out(counts, sigma, low, high) if whole else np.ones(len(counts), dtype=bool)
+    down, up = _tails(counts, sigma, low, high) if whole else (np.zeros(len(counts), dtype=bool),) * 2
     for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
         pieces = counts.shape[1] // merged
         noise = sigma * math.sqrt(merged)
@@ -241,7 +241,7 @@ def read_pieces(
         inner = windows(coarse, noise)
         inside = inner.inside(pieces)
         caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
-        use = spared & inner.found & (caught >= _CAUGHT * total)
+        use = inner.found & (caught >= _CAUGHT * total)
         pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
         if whole:  # what hides in the noise of one fine bin may reach on over several
             pad = np.where(pad > 0, max(1, pieces // _COARSE), 1)
@@ -255,17 +255,21 @@ def read_pieces(
             use &= np.where(beyond, coarse, 0.0).sum(axis=1) <= noise * np.sqrt(beyond.sum(axis=1))
         use &= (pieces <= _COARSE) | (closer - nearer <= _FINER * (new_high - new_low))
         new_low, new_high = np.where(use, nearer, new_low), np.where(use, closer, new_high)
-    return new_low, new_high
+    return np.where(down, low, new_low), np.where(up, high, new_high)
 
 
-def _thin_out(counts: Floats, sigma: float, low: Floats, high: Floats) -> npt.NDArray[np.bool_]:
-    """Whether values reach down to 0, an end of their interval, and thin out away from it: noise hides where they
-    stop."""
-    inner, rows, last = windows(counts, sigma), np.arange(len(counts)), counts.shape[1] - 1
-    upward, downward = (low == 0.0) & (inner.first == 0), (high == 0.0) & (inner.last == last)
-    far = np.where(upward, inner.last, inner.first)
-    thin = (counts[rows, far] < _THICK * counts.max(axis=1)) | (inner.first == inner.last)
-    return np.asarray(inner.found & (upward | downward) & thin)
+def _tails(
+    counts: Floats, sigma: float, low: Floats, high: Floats
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Whether values thin out from 0 downwards, and whether they do upwards: noise hides where they stop."""
+    inner, rows, bins = windows(counts, sigma), np.arange(len(counts)), counts.shape[1]
+    width = (high - low) / bins
+    begins, ends = low + inner.first * width, low + (inner.last + 1) * width
+    thick = _THICK * counts.max(axis=1)
+    alone = inner.first == inner.last
+    down = inner.found & (ends >= 0.0) & (ends <= width) & (alone | (counts[rows, inner.first] < thick))
+    up = inner.found & (begins <= 0.0) & (begins >= -width) & (alone | (counts[rows, inner.last] < thick))
+    return np.asarray(down), np.asarray(up)
 
 
 def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float) -> tuple[float, float]:
