@@ -346,6 +346,7 @@ def test_values_that_repeat_as_ids_do_have_a_line(tmp_path: Path, cell: str) -> 
         (["(238.60)", "12.50"], ".", ",", [-238.6, 12.5]),
         (["$(1,238.60)", "-$3"], ".", ",", [-1238.6, -3.0]),
         (["(1.238,60 €)", "5,00 €"], ",", ".", [-1238.6, 5.0]),
+        (["238,60-", "1.005,00"], ",", ".", [-238.6, 1005.0]),
     ],
 )
 def test_negative_amounts_in_parentheses_are_numbers(
@@ -356,7 +357,7 @@ def test_negative_amounts_in_parentheses_are_numbers(
     column = draft_schema(path).columns[0]
     assert (column.kind, column.decimal, column.thousands) == ("number", decimal, thousands)
     assert to_numbers("pay", cells, decimal=decimal, thousands=thousands).tolist() == numbers
-    for odd in ("(-5)", "()", "(5", "((5))", "(inf)"):
+    for odd in ("(-5)", "()", "(5", "((5))", "(inf)", "-5-", "-", "inf-"):
         with pytest.raises(NotNumericError):
             to_numbers("pay", [odd], decimal=decimal, thousands=thousands)
 

@@ -152,7 +152,10 @@ def _constant(data: Dataset, named: Sequence[str], schema: Schema | None) -> lis
     constant = [feature for feature in constant if dated.get(feature, feature) not in named]
     findings = []
     for same, advice in (
-        ([feature for feature in constant if feature not in dated], "drop the columns"),
+        (
+            [feature for feature in constant if feature not in dated],
+            "drop the columns, or categories that do not occur",
+        ),
         (
             [feature for feature in constant if feature in dated],
             "leave out the parts of the dates that tell nothing, with parts = [...] of "

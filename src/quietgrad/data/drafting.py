@@ -33,10 +33,11 @@ _DIGITS: tuple[tuple[str, str, str], ...] = (
 
 
 def _amount(digits: str) -> re.Pattern[str]:
-    """Amounts with their currency or per cent; negative ones have a minus, or stand in parentheses."""
+    """Amounts with their currency or per cent; negative ones have a minus on one side, or stand in parentheses."""
     unit = rf"\s?(?:[$€£¥₹%]|{CURRENCIES})?"
     inner = rf"{_SIGN}\s?{digits}{unit}"
-    return re.compile(rf"[+-]?{_SIGN}\s?[+-]?{digits}{unit}|{_SIGN}\s?\(\s?{inner}\s?\){unit}")
+    negative = rf"{_SIGN}\s?\(\s?{inner}\s?\){unit}|{inner}-"
+    return re.compile(rf"[+-]?{_SIGN}\s?[+-]?{digits}{unit}|{negative}")
 
 
 _FORMATS = tuple((decimal, thousands, _amount(digits)) for decimal, thousands, digits in _DIGITS)

@@ -181,7 +181,8 @@ def describe(
         schema: what is public of the columns: a mapping of names to ``{"kind": "number" | "integer" | "category" |
             "bool" | "date", "bounds": [low, high], "categories": [...], "missing": "indicator"}``, a schema of
             :mod:`quietgrad.data`, or the path of one. Columns that it does not list are left out; ``None`` takes
-            all columns by their types. Ranges that are not declared are found privately. Dates are days since 1970.
+            all columns by their types. Ranges that are not declared are found privately. Numbers are cut to the
+            range of their column, and each row says to which. Dates are days since 1970.
             ``"missing": False`` says that a column has no gaps; others have a cell for them.
         pairs: pairs of columns to cross; ``None`` crosses all columns if that makes at most 45 tables.
         by: one column or two to group by; the answer is then a :class:`GroupedDescription`. Groups are the
