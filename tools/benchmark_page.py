@@ -605,7 +605,7 @@ cryptographic.
 - On ijcnn1 with a nonconvex regulariser, tuned DP-SGD beats the default.
 - DP-SRM beats DP-SGD only where its clipping makes it nearly the same method.
 - One table of counts alone has {counts_noise()} more noise than discrete Laplace noise, OpenDP's, has at ε = 1:
-  quietgrad's Laplace noise is continuous, and the private number of records takes 1 % of ε ({file("groups")}).
+  quietgrad's Laplace noise is continuous, which is 4 %, and the private number of records takes 1 % of ε ({file("groups")}).
 - Means of heavy tails without declared bounds: the range that is found cuts the tail, and the interval is for the
   mean after this cut.
 - ResNet-18, MobileNetV2 and LSTM steps cost more than the goal.
