@@ -25,6 +25,7 @@ Origin = Literal["declared", "found", "hidden"]
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FIELDS = ("column", "statistic", "level", "value", "lower", "upper", "cut_low", "cut_high", "range")
+_MOST_NOTES = 10  # columns with a note each
 _DATED = ("value", "lower", "upper")
 
 
@@ -51,25 +52,43 @@ class Cut(NamedTuple):
         >>> Cut(0.0, 16.0, "found").words()
         'of values cut to [0, 16], found privately'
         """
-        if self.origin == "hidden":
-            return "unknown: its range does not stand out of the noise; declare its bounds"
         ends = ", ".join(day_text(end) if dated else f"{end:.6g}" for end in (self.low, self.high))
         return f"of values cut to [{ends}], {'found privately' if self.origin == 'found' else 'declared'}"
 
 
 def range_notes(columns: list[DescribedColumn], cuts: Mapping[int, Cut]) -> tuple[str, ...]:
-    """Notes on the columns whose ranges are not declared."""
+    """Notes on the columns whose ranges are not declared: one for all that are hidden, and for many found ones."""
     notes = []
-    for place, cut in cuts.items():
-        column = columns[place]
-        if cut.origin == "hidden":
-            notes.append(
-                f"column {column.name}: its range does not stand out of the noise, so nothing is said of its "
-                "values; declare its bounds in the schema"
-            )
-        elif cut.origin == "found":
-            notes.append(f"column {column.name}: numbers are {cut.words(dated=column.kind == 'date')}")
+    hidden = [columns[place].name for place, cut in cuts.items() if cut.origin == "hidden"]
+    found = [columns[place].name for place, cut in cuts.items() if cut.origin == "found"]
+    if hidden:
+        several = len(hidden) > 1
+        notes.append(
+            f"{_listed(hidden)}: the range{'s do' if several else ' does'} not stand out of the noise, so nothing "
+            "is said of the values; declare bounds in the schema"
+        )
+    if len(found) > _MOST_NOTES:
+        notes.append(
+            f"{_listed(found)}: numbers are of values cut to ranges found privately, cut_low to cut_high of each "
+            "row"
+        )
+    else:
+        for place, cut in cuts.items():
+            if cut.origin == "found":
+                column = columns[place]
+                notes.append(f"column {column.name}: numbers are {cut.words(dated=column.kind == 'date')}")
     return tuple(notes)
+
+
+def _listed(names: list[str]) -> str:
+    """Columns by name, the first of many.
+
+    >>> _listed(["a"]), _listed([f"x{k}" for k in range(20)])
+    ('column a', '20 columns (x0, x1, x2, x3, x4, …)')
+    """
+    if len(names) > _MOST_NOTES:
+        return f"{len(names)} columns ({', '.join(names[:5])}, …)"
+    return f"column{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ _BEYOND = 2  # octaves that a limit for all stored values goes on with them: few
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
 _EVERYWHERE = 0.85  # of the records must have a value other than zero where a range leaves zero out
+_LESSER = 0.25  # of the counts of the other sign below which a sign may count as absent
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
 _EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
 _THICK = 0.6  # of the fullest octave the last one holds where a column has no tail
@@ -174,7 +175,7 @@ def read_whole(counts: Floats, sigma: float) -> WholeRanges:
 
     A range reaches 0 on its near side: zeros and small values are in no octave that stands out. It has an octave
     more than what is seen, another where the last ones thin out, and further ones while the next three together
-    hold values. A sign is left out if its counts keep within the noise.
+    hold values. A sign is left out if its counts keep within the noise and far below those of the other.
 
     >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1))
     >>> counts[0, 0, 3 - LOWEST] = 1000.0  # values in (4, 8]
@@ -183,7 +184,7 @@ def read_whole(counts: Floats, sigma: float) -> WholeRanges:
     ([0.0], [16.0], [True])
     """
     both, noise = counts.sum(axis=1), sigma * math.sqrt(2.0)
-    mine = windows(both, noise)
+    mine = windows(both, noise, _FALSE_ALARM * len(both))  # for each column: what is hidden is not described
     padded = np.concatenate([both, np.zeros((len(both), _THIN + 1))], axis=1)
     edge = both[np.arange(len(both)), mine.last]
     tailed = (edge < _THICK * both.max(axis=1)) & (mine.last >= both.argmax(axis=1) + 2)
@@ -196,7 +197,8 @@ def read_whole(counts: Floats, sigma: float) -> WholeRanges:
     by_sign = np.where(mine.inside(counts.shape[2])[:, None], counts, 0.0).sum(axis=2)
     limit = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
     lesser = by_sign.argmin(axis=1)
-    absent = by_sign.min(axis=1) < limit
+    # Within the noise, and far below the other sign's: of a column around 0 noise alone may hide a half.
+    absent = by_sign.min(axis=1) < np.minimum(limit, _LESSER * by_sign.max(axis=1))
     high = np.where(absent & (lesser == 0), 0.0, far)
     low = np.where(absent & (lesser == 1), 0.0, -far)
     return WholeRanges(np.where(mine.found, low, -1.0), np.where(mine.found, high, 1.0), mine.found)
