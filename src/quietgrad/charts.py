@@ -133,14 +133,18 @@ class Intervals:
     title: str
     rows: Sequence[tuple[str, float, float, float]]
     label: str
+    written: Callable[[float], str] | None = None
+    """How values on a scale without a zero are written, such as dates; the axis then begins where they do."""
 
     def svg(self) -> str:
         """The drawing; empty if there is nothing to draw."""
         if not self.rows:
             return ""
-        low = min(0.0, *(row[2] for row in self.rows))
-        high = max(0.0, *(row[3] for row in self.rows))
-        ticks = nice_ticks(low, high)
+        base = [0.0] if self.written is None else []
+        low = min([*base, *(row[2] for row in self.rows)])
+        high = max([*base, *(row[3] for row in self.rows)])
+        ticks = nice_ticks(low, high, whole=self.written is not None)
+        written = self.written or _number
         x_at = _scale(ticks[0], ticks[-1], _NAMES, _WIDTH - 14)
         bottom = 8 + _ROW * len(self.rows)
         parts = []
@@ -149,14 +153,15 @@ class Intervals:
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
             # A label at the end of the axis would be cut off by the end of the drawing.
             side = "end" if tick == ticks[-1] else "middle"
-            parts.append(_text("tick", x + (14 if side == "end" else 0), bottom + 16, side, _number(tick)))
+            parts.append(_text("tick", x + (14 if side == "end" else 0), bottom + 16, side, written(tick)))
         words = []
         for k, (name, value, below, above) in enumerate(self.rows):
             y = 8 + k * _ROW + _ROW / 2
             parts.append(f'<line class="line s0" x1="{x_at(below):.1f}" x2="{x_at(above):.1f}" y1="{y}" y2="{y}"/>')
             parts.append(f'<circle class="f0" cx="{x_at(value):.1f}" cy="{y}" r="4"/>')
             parts.append(_text("tick", _NAMES - 8, y + 4, "end", sanitize(name, most=22)))
-            words.append(f"{name}: {value:.3g} ({below:.3g} to {above:.3g})")
+            ends = [self.written(x) if self.written else f"{x:.3g}" for x in (value, below, above)]
+            words.append(f"{name}: {ends[0]} ({ends[1]} to {ends[2]})")
         parts.append(_text("axis-label", _WIDTH - 14, bottom + 34, "end", self.label))
         return _svg(f"{self.title}. {'; '.join(words)}.", bottom + 40, parts)
 

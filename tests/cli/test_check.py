@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from quietgrad.cli import main
+from quietgrad.cli.check import features_seen
+from quietgrad.cli.run_spec import RunSpec
 from quietgrad.data.inspection import inspect_columns
 from quietgrad.data.schema import read_schema
+from quietgrad.features.scattering import Pictures
 
 SCHEMA = """missing = ["", "n/a"]
 [label]
@@ -155,3 +159,51 @@ def test_without_privacy_the_same_model_is_trained(place: Path, task: str) -> No
     assert result["privacy"]["is_private"] is False
     assert result["algorithm"] == "whitened-gd"
     assert result["metrics"]["test_loss"] < (0.56 if task == "classes" else 0.02)
+
+
+def test_ids_of_the_schema_and_by_their_form_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The schema says what a column is, whatever its name; a column that repeats as ids do is named without it."""
+    rng = np.random.default_rng(0)
+    rows = [f"{5000 + k // 3},{rng.random():.3f},{k % 2}" for k in range(450)]
+    Path("cases.csv").write_text("\n".join(["ref,x,ill", *rows]) + "\n")
+    Path("cases.toml").write_text(
+        '[label]\ncolumn = "ill"\nclasses = [0, 1]\n[columns.x]\nkind = "number"\nbounds = [0, 1]\n'
+        '[columns.ref]\nkind = "id"\n'
+    )
+    assert main(["check", "cases.csv", "--schema", "cases.toml", "--epsilon", "1"]) == 0
+    assert "pass --person ref" in capsys.readouterr().out
+    assert main(["check", "cases.csv", "--epsilon", "1"]) == 0
+    assert "ref: may be ids of people" in capsys.readouterr().out
+    assert main(["check", "cases.csv", "--epsilon", "1", "--person", "ref"]) == 0
+    assert "ids" not in capsys.readouterr().out
+
+
+def test_equal_remarks_of_many_columns_are_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    names = [f"x{k}" for k in range(60)]
+    X = rng.random((200, 60)).round(3).astype(str)
+    lines = [",".join([*row, str(k % 2)]) for k, row in enumerate(X.tolist())]
+    Path("wide.csv").write_text("\n".join([",".join([*names, "y"]), *lines]) + "\n")
+    columns = "".join(f"[columns.{name}]\nbounds = [0, {1000 + k}]\n" for k, name in enumerate(names))
+    Path("wide.toml").write_text(f'[label]\ncolumn = "y"\nclasses = [0, 1]\n{columns}')
+    assert main(["check", "wide.csv", "--schema", "wide.toml", "--epsilon", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "60 columns (x0, x1, x2, x3, x4, …): such as in the first: 98 % of the cells" in said
+    assert len(said.splitlines()) < 8
+
+
+def test_parts_of_dates_and_the_width_of_features(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Months that do not occur cannot be dropped as columns; --features make more numbers than the table has."""
+    rows = [f"2020-01-{1 + k % 28:02d},{k % 2}" for k in range(200)]
+    Path("days.csv").write_text("\n".join(["when,y", *rows]) + "\n")
+    Path("days.toml").write_text(
+        '[label]\ncolumn = "y"\nclasses = [0, 1]\n[columns.when]\nkind = "date"\n'
+        'bounds = ["2020-01-01", "2020-12-31"]\n'
+    )
+    assert main(["check", "days.csv", "--schema", "days.toml", "--epsilon", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "with parts = [...] of column 'when' in the schema" in said
+    assert "drop the columns" not in said
+    data = SimpleNamespace(d=784)
+    assert features_seen(RunSpec(), data) == 784  # type: ignore[arg-type]
+    assert features_seen(RunSpec(features="scattering"), data) == Pictures.of(784).width  # type: ignore[arg-type]

@@ -90,3 +90,29 @@ def test_an_ugly_file_becomes_a_model_with_a_certificate(
     assert main(["report", "run"]) == 0
     assert main(["certificate", "run", "-o", "claim.json"]) == 0
     assert main(["verify", "claim.json"]) == 0, capsys.readouterr()
+
+
+def test_a_draft_with_unreadable_cells_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`describe` refused the drafter's own unreadable = "gap", of a column and of the target."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    lines = ["ward,dose,stay"]
+    for k in range(600):
+        dose, stay = ("see note" if k % 50 == 0 else f"{k % 9 / 2}"), ("open" if k % 60 == 0 else f"{k % 14}.5")
+        lines.append(f"{'north' if k % 2 else 'south'},{dose},{stay}")
+    Path("stays.csv").write_text("\n".join(lines) + "\n")
+    assert main(["data", "schema", "stays.csv", "--label", "ward", "-o", "s.toml"]) == 0
+    drafted = Path("s.toml").read_text()
+    assert drafted.count('unreadable = "gap"') == 2
+    Path("s.toml").write_text(drafted.replace("classes = []", 'classes = ["north", "south"]'))
+    asked = ["stays.csv", "--schema", "s.toml", "--epsilon", "2", "-o", "page.html"]
+    assert main(["describe", *asked]) == 0, capsys.readouterr().err
+    assert main(["describe", *asked, "--by", "ward"]) == 0, capsys.readouterr().err
+    Path("s.toml").write_text(
+        '[label]\ncolumn = "stay"\nkind = "number"\nunreadable = "gap"\n'
+        '[columns.ward]\nkind = "category"\ncategories = ["north", "south"]\n'
+    )
+    assert main(["describe", *asked, "--by", "ward"]) == 0, capsys.readouterr().err
+    assert "mean of stay" in capsys.readouterr().out

@@ -19,8 +19,9 @@ import pytest
 from quietgrad.cli import main
 from quietgrad.core.errors import DataError
 from quietgrad.data import load
-from quietgrad.data.columns import GAP_WORDS, MISSING
+from quietgrad.data.columns import GAP_WORDS, MISSING, NotNumericError, to_numbers
 from quietgrad.data.drafting import draft_schema
+from quietgrad.data.id_columns import is_called_people
 from quietgrad.data.schema import read_schema
 
 HEADER = ("age", "pay", "member", "joined", "town", "ill")
@@ -302,3 +303,80 @@ def test_ids_that_repeat_are_known_by_their_form_or_name(tmp_path: Path, name: s
     draft = draft_schema(write_csv(tmp_path / "t.csv", rows, (name, "size", "ill")))
     assert draft.columns[0].kind == kind
     assert any(f"--person {name}" in problem for problem in draft.problems) == (kind == "id")
+
+
+ORDINARY = (
+    "PatientID", "patientid", "patientId", "participant", "Patienten-Nr", "patient_nr", "customer_no",
+    "Kundennummer", "MRN", "ssn", "userid", "pid", "subject_nr", "employee", "personnummer", "Case No",
+    "household_no", "memberno",
+    "Teilnehmer-Nr.", "nhs_number", "StudentCode", "account_no", "Versicherten-Nummer", "id_number_ssn",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ids_of_people_are_known_by_ordinary_names(tmp_path: Path, name: str) -> None:
+    """Whole numbers with four rows each: a column of another kind makes the guarantee one per row."""
+    rows = [(10_000 + 37 * (k // 4), k % 7, k % 2) for k in range(120)]
+    draft = draft_schema(write_csv(tmp_path / "t.csv", rows, (name, "size", "ill")))
+    assert draft.columns[0].kind == "id"
+    assert any("repeats" in problem for problem in draft.problems)
+
+
+@pytest.mark.parametrize("name", ["paid", "valid", "no", "unit", "covid", "age", "postcode", "rapid", "period"])
+def test_other_names_are_not_those_of_people(name: str) -> None:
+    assert not is_called_people(name)
+
+
+@pytest.mark.parametrize("cell", ["{}", "name {}"])
+def test_values_that_repeat_as_ids_do_have_a_line(tmp_path: Path, cell: str) -> None:
+    """By form, whatever the name: 150 values with two to four rows each; measured numbers do not have one."""
+    rng = np.random.default_rng(0)
+    whose = np.repeat(np.arange(150), rng.integers(2, 5, 150))
+    rows = [(cell.format(40_000 + 7 * k), 20 + i % 60, f"{rng.normal():.3f}", i % 2) for i, k in enumerate(whose)]
+    draft = draft_schema(write_csv(tmp_path / "t.csv", rows, ("fall", "age", "x", "ill")))
+    said = [problem for problem in draft.problems if "may be ids of people" in problem]
+    assert len(said) == 1
+    assert said[0].startswith("column 'fall' may be")
+
+
+@pytest.mark.parametrize(
+    ("cells", "decimal", "thousands", "numbers"),
+    [
+        (["($238.60)", "$1,200.00"], ".", ",", [-238.6, 1200.0]),
+        (["(238.60)", "12.50"], ".", ",", [-238.6, 12.5]),
+        (["$(1,238.60)", "-$3"], ".", ",", [-1238.6, -3.0]),
+        (["(1.238,60 €)", "5,00 €"], ",", ".", [-1238.6, 5.0]),
+        (["238,60-", "1.005,00"], ",", ".", [-238.6, 1005.0]),
+    ],
+)
+def test_negative_amounts_in_parentheses_are_numbers(
+    tmp_path: Path, cells: list[str], decimal: str, thousands: str, numbers: list[float]
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("pay;ill\n" + "".join(f"{cells[k % 2]};{k % 2}\n" for k in range(40)))
+    column = draft_schema(path).columns[0]
+    assert (column.kind, column.decimal, column.thousands) == ("number", decimal, thousands)
+    assert to_numbers("pay", cells, decimal=decimal, thousands=thousands).tolist() == numbers
+    for odd in ("(-5)", "()", "(5", "((5))", "(inf)", "-5-", "-", "inf-"):
+        with pytest.raises(NotNumericError):
+            to_numbers("pay", [odd], decimal=decimal, thousands=thousands)
+
+
+def test_times_and_constants_have_a_line(tmp_path: Path) -> None:
+    """The time of day was left out silently; a column of one value was drafted as yes/no, or not mentioned."""
+    rows = [
+        (f"{1 + k % 28:02d}.01.2016 02:0{k % 9}", f"{1 + k % 28:02d}.01.2016 00:00", 1, k % 2) for k in range(40)
+    ]
+    draft = draft_schema(write_csv(tmp_path / "t.csv", rows, ("seen", "born", "here", "ill")))
+    assert [column.kind for column in draft.columns] == ["date", "date", "whole number", "yes/no"]
+    said = "\n".join(draft.problems)
+    assert "'seen': cells have a time of day" in said
+    assert "'born'" not in said
+    assert "'here' is the same in every row" in said
+
+
+def test_a_spreadsheet_is_not_scanned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The refusal says what reads it: leaving --memory out."""
+    (tmp_path / "t.xlsx").write_bytes(b"PK")
+    assert main(["train", str(tmp_path / "t.xlsx"), "--epsilon", "1", "--memory", "100"]) != 0
+    assert "leave --memory out" in capsys.readouterr().err

@@ -18,12 +18,20 @@ from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import is_number
+from quietgrad.data.columns import Date, is_number
 from quietgrad.data.dataset import Dataset
-from quietgrad.data.drafting import draft_schema, read_text_cells
-from quietgrad.data.inspection import ColumnRemark, inspect_columns, inspect_ids, inspect_labels, inspect_left_out
+from quietgrad.data.drafting import draft_schema, named_columns, read_text_cells
+from quietgrad.data.inspection import (
+    ColumnRemark,
+    grouped_remarks,
+    inspect_columns,
+    inspect_ids,
+    inspect_labels,
+    inspect_left_out,
+)
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.estimators.holdout import expected_error
+from quietgrad.features.naming import named_features
 from quietgrad.methods.score_noise import TOO_NOISY
 
 _TABLES = (".csv", ".tsv", ".xlsx", ".parquet", ".pq", ".gz", ".bz2", ".xz")
@@ -50,7 +58,7 @@ def check(spec: RunSpec) -> None:
         specs[0].check()
     findings, refused = findings_of(*specs)
     name = "the demo's data" if spec.data is None else Path(spec.data).name
-    for finding in sorted(findings, key=lambda finding: not finding.wastes):
+    for finding in sorted(grouped_remarks(findings), key=lambda finding: not finding.wastes):
         say(f"{'!' if finding.wastes else '·'} {sanitize(finding.about)}: {sanitize(finding.text, most=400)}.")
     if refused is not None:
         say(f"! train would refuse: {refused}")
@@ -78,7 +86,8 @@ def findings_of(*specs: RunSpec) -> tuple[list[ColumnRemark], str | None]:
         return [*findings, ColumnRemark("file", "it is scanned, so single cells are not looked at here")], None
     if data.undeclared and not any("match no class" in finding.text for finding in findings):
         findings.append(ColumnRemark("label", f"{data.undeclared} labels match no class", True))
-    findings += _constant(data, [finding.about for finding in findings if "is the same" in finding.text])
+    schema = None if spec.schema is None else read_schema(spec.schema)
+    findings += _constant(data, [finding.about for finding in findings if "is the same" in finding.text], schema)
     return findings + ([] if spec.non_private else _of_budget(specs, data)), None
 
 
@@ -108,8 +117,11 @@ def _of_cells(spec: RunSpec) -> list[ColumnRemark]:
     if schema is None or schema.label_kind != "yes/no":
         listed = classes.split(",") if isinstance(classes, str) else classes
         findings += inspect_labels(label, cells[label], listed)
-    ids = [column.name for column in draft.columns if column.kind == "id" and column.name not in aside[1:]]
-    findings += inspect_ids(cells, ids, spec.person)
+    ids = [column.name for column in draft.columns if column.kind == "id"]
+    ids += [name for name in (() if schema is None else schema.ids) if name in cells and name not in ids]
+    ids = [name for name in ids if name not in aside[1:]]
+    others = [name for name in cells if name not in (*ids, *aside, label) and not _is_date(schema, name)]
+    findings += inspect_ids(cells, ids, spec.person, others)
     if schema is None:
         kinds = ("category", "text", "date", "yes/no")
         named = [column.name for column in draft.columns if column.kind in kinds]
@@ -120,19 +132,41 @@ def _of_cells(spec: RunSpec) -> list[ColumnRemark]:
     return findings
 
 
+def _is_date(schema: Schema | None, name: str) -> bool:
+    return schema is not None and isinstance(schema.columns.get(name), Date)
+
+
 def _label_of(spec: RunSpec, schema: Schema | None) -> str | None:
     return spec.label if schema is None else schema.label
 
 
-def _constant(data: Dataset, named: Sequence[str]) -> list[ColumnRemark]:
+def _constant(data: Dataset, named: Sequence[str], schema: Schema | None) -> list[ColumnRemark]:
     """Features that are the same for all records, which only noise moves; without columns named already."""
     if not isinstance(data.X, np.ndarray) or data.feature_names is None or not len(data.X):
         return []
-    constant = np.flatnonzero((data.X[0] == data.X).all(axis=0))
-    same = [k for k in constant if data.feature_names[k] not in named]
-    names = ", ".join(sanitize(data.feature_names[k]) for k in same[:10])
-    text = f"{len(same)} of {data.d} features are the same for all records ({names}): drop the columns"
-    return [ColumnRemark("features", text, len(same) > data.d // 10)] if len(same) else []
+    columns = {} if schema is None else schema.columns
+    dated = {
+        feature: name for name, kind in columns.items() if isinstance(kind, Date) for feature in kind.names(name)
+    }
+    constant = [data.feature_names[k] for k in np.flatnonzero((data.X[0] == data.X).all(axis=0))]
+    constant = [feature for feature in constant if dated.get(feature, feature) not in named]
+    findings = []
+    for same, advice in (
+        (
+            [feature for feature in constant if feature not in dated],
+            "drop the columns, or categories that do not occur",
+        ),
+        (
+            [feature for feature in constant if feature in dated],
+            "leave out the parts of the dates that tell nothing, with parts = [...] of "
+            f"{named_columns(sorted({dated[feature] for feature in constant if feature in dated}))} in the schema",
+        ),
+    ):
+        if same:
+            names = ", ".join(map(sanitize, same[:10])) + (", …" if len(same) > 10 else "")
+            text = f"{len(same)} of {data.d} features are the same for all records ({names}): {advice}"
+            findings.append(ColumnRemark("features", text, len(same) > data.d // 10))
+    return findings
 
 
 def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
@@ -147,8 +181,9 @@ def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
     elif spec.delta * n > 0.1:
         findings.append(ColumnRemark("δ", f"{spec.delta:g} is close to 1/n = {1.0 / n:.2g}; choose less"))
     budgets = [budget for one in specs if (budget := one.budget()) is not None]
-    off = [_coefficient_error(n, data.d, budget) for budget in budgets]
-    text = f"{n} {unit} and {data.d} features: a coefficient is off by about {_by_epsilon(specs, off)}"
+    width = features_seen(spec, data)
+    off = [_coefficient_error(n, width, budget) for budget in budgets]
+    text = f"{n} {unit} and {width} features: a coefficient is off by about {_by_epsilon(specs, off)}"
     findings.append(ColumnRemark("model", f"{text}, per range of its feature", off[-1] > 5.0))
     scores = [budget for one in specs if (budget := one.budget(of_score=True)) is not None]
     if scores and data.X_test is not None:
@@ -162,6 +197,13 @@ def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
             text += f"; it would not be released{where}. Hold out more, raise --score-share, or leave --holdout out"
         findings.append(ColumnRemark("score", text, len(hopeless) == len(specs)))
     return findings
+
+
+def features_seen(spec: RunSpec, data: Dataset) -> int:
+    """The number of features that the model sees: those of --features, else the table's."""
+    if spec.features is None:
+        return data.d
+    return int(named_features(spec.features, data.d).rows(np.zeros((1, data.d), dtype=np.float32)).shape[1])
 
 
 def _coefficient_error(n: int, features: int, budget: Budget) -> float:

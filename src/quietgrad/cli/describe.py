@@ -23,6 +23,7 @@ from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import Categorical, ColumnKind, Date, Numeric, YesNo, to_numbers, yes_or_no
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.data.tables import read_cells
+from quietgrad.tables.cells import day_text
 
 if TYPE_CHECKING:
     from quietgrad.estimators import Description, GroupedDescription
@@ -52,9 +53,12 @@ def describe(
 ) -> None:
     """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error.
 
-    With --by it releases statistics of each group, with intervals that hold the number of these records with
-    probability 95 %. Groups are the categories of the schema; of a column that the schema does not list they are
-    found privately.
+    Numbers are cut to the bounds of the schema; where it has none, to a range that is found privately. A mean is
+    that of the values after this cut, and so are its errors. Declared bounds make both ends yours.
+
+    With --by it releases statistics of each group, with intervals that hold the number of these records, after the
+    cut, with probability 95 %. Groups are the categories of the schema; of a column that the schema does not list
+    they are found privately.
     """
     from quietgrad import estimators  # loads scikit-learn
 
@@ -65,6 +69,8 @@ def describe(
     cells = read_cells(file, public, extra)
     frame, declared = _columns(cells, public)
     frame |= {name: np.array(cells[name], dtype=object) for name in grouped or () if name not in frame}
+    declared |= {name: {"kind": "id"} for name in grouped or () if name in public.ids}
+    declared |= {name: {"kind": "text"} for name in grouped or () if name in public.texts}
     ledger = None if spec.ledger is None else Path(spec.ledger)
     assert spec.epsilon is not None
     options: dict[str, Any] = {
@@ -84,8 +90,9 @@ def describe(
     write_atomically(writable(output), _page(file.name, description).encode())
     write_atomically(beside, (json.dumps(document, indent=1, default=str) + "\n").encode())
     say_meaning(explain, description.privacy.epsilon, spec.delta, description.privacy.unit)
-    width = max(len(str(row["column"])) for row in description.rows) + 2
-    lines = [f"{sanitize(row['column']):<{width}}{_in_words(row)}" for row in description.rows]
+    rows = description.written_rows()
+    width = max(len(str(row["column"])) for row in rows) + 2
+    lines = [f"{sanitize(row['column']):<{width}}{_in_words(row)}" for row in rows]
     answer(as_json, document, *lines, f"privacy: {description.privacy}", f"written: {output}, {beside}")
 
 
@@ -94,14 +101,18 @@ def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, 
     frame: dict[str, Any] = {}
     said: dict[str, Any] = {}
     gaps = {*schema.missing, "None", "NaT"}
-    target: ColumnKind = Numeric(schema.label_bounds, False, None, False, *schema.label_format)
+    target: ColumnKind = Numeric(
+        schema.label_bounds, False, None, False, *schema.label_format, lenient=schema.label_lenient
+    )
     if schema.classes is not None:
         target = YesNo() if schema.label_kind == "yes/no" else Categorical(schema.classes)
     for name, kind in {**schema.columns, schema.label: target}.items():
         texts = [str(cell).strip() for cell in cells[name]]
         flagged = {"missing": "indicator"} if kind.indicator else {}
         if isinstance(kind, Numeric):
-            written: dict[str, Any] = {"decimal": kind.decimal, "thousands": kind.thousands}
+            written: dict[str, Any] = {
+                "decimal": kind.decimal, "thousands": kind.thousands, "lenient": kind.lenient,
+            }  # fmt: skip
             frame[name] = to_numbers(name, texts, schema.missing, **written)
             bounds = {} if kind.bounds is None else {"bounds": list(kind.bounds)}
             said[name] = {"kind": "integer" if kind.whole else "number", **bounds, **flagged}
@@ -125,13 +136,14 @@ def _write_groups(file: str, groups: GroupedDescription, output: Path, *, as_jso
     write_atomically(output.with_suffix(".json"), (json.dumps(document, indent=1) + "\n").encode())
     groups.to_csv(output.with_suffix(".csv"))
     say_meaning(explain, groups.privacy.epsilon, groups.privacy.delta, groups.privacy.unit)
-    names = {id(row): ", ".join(sanitize(row[name]) for name in groups.by) for row in groups.rows}
-    width = max(map(len, names.values())) + 2
+    rows = groups.written_rows()
+    names = [", ".join(sanitize(row[name]) for name in groups.by) for row in rows]
+    width = max(map(len, names)) + 2
     lines = []
-    for row in groups.rows:
+    for name, row in zip(names, rows, strict=True):
         if row["statistic"] in ("count", "mean"):
             what = "records" if row["column"] is None else f"{row['statistic']} of {sanitize(row['column'])}"
-            lines.append(f"{names[id(row)]:<{width}}{what}: {_number(row['value'])} ({_interval(row)})")
+            lines.append(f"{name:<{width}}{what}: {_number(row['value'])} ({_interval(row)})")
     files = ", ".join(str(output.with_suffix(suffix)) for suffix in (output.suffix, ".csv", ".json"))
     answer(as_json, document, *lines, f"privacy: {groups.privacy}", f"written: {files}")
 
@@ -140,38 +152,61 @@ def _groups_page(file: str, groups: GroupedDescription) -> str:
     """One self-contained page: for each statistic of each column a drawing and a table of the groups."""
     sections = []
     for (column, statistic, level), group in itertools.groupby(
-        sorted(groups.rows, key=lambda row: [str(row[key] or "") for key in ("column", "statistic", "level")]),
-        key=lambda row: (row["column"], row["statistic"], row["level"]),
+        sorted(
+            zip(groups.rows, groups.written_rows(), strict=True),
+            key=lambda pair: [str(pair[0][key] or "") for key in ("column", "statistic", "level")],
+        ),
+        key=lambda pair: (pair[0]["column"], pair[0]["statistic"], pair[0]["level"]),
     ):
-        rows = list(group)
+        pairs = list(group)
         words = f"{int(statistic[1:])} % quantile" if statistic[1:].isdigit() else statistic
         title = ("records" if column is None else f"{column}: {words}") + ("" if level is None else f" of {level}")
         drawn = [
             (", ".join(row[name] for name in groups.by), row["value"], row["lower"], row["upper"])
-            for row in rows
+            for row, _ in pairs
             if row["value"] is not None
         ]
-        chart = Intervals(title, drawn, statistic).svg() if len(drawn) <= _MOST_DRAWN else ""
-        shown = [([row[name] for name in groups.by], _number(row["value"]), _interval(row)) for row in rows]
-        sections.append((title, chart, shown))
+        written = day_text if column in groups.dates and statistic != "sum" else None
+        chart = Intervals(title, drawn, statistic, written).svg() if len(drawn) <= _MOST_DRAWN else ""
+        shown = [([row[name] for name in groups.by], _number(row["value"]), _interval(row)) for _, row in pairs]
+        sections.append((title, _of_values(pairs[0][1]), chart, shown))
     template = page_environment().get_template("groups.html.j2")
     return template.render(name=file, by=groups.by, privacy=groups.privacy, sections=sections, version=__version__)
 
 
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.6g}"
+def _of_values(row: Row) -> str:
+    """What the numbers of a row are of, as a sentence; empty for counts and shares."""
+    if row["range"] == "hidden":
+        return "Unknown: the range of the column does not stand out of the noise. Declare its bounds."
+    if row["range"] is None:
+        return ""
+    how = "found privately" if row["range"] == "found" else "declared"
+    return f"Of values cut to [{_number(row['cut_low'])}, {_number(row['cut_high'])}], {how}."
+
+
+def _number(value: float | str | None) -> str:
+    return "unknown" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
 def _interval(row: Row) -> str:
-    return f"{row['lower']:.6g} to {row['upper']:.6g}"
+    if row["range"] == "hidden":
+        return "no range stands out of the noise: declare bounds"
+    cut = f", of values cut to [{_number(row['cut_low'])}, {_number(row['cut_high'])}], found privately"
+    return f"{_number(row['lower'])} to {_number(row['upper'])}{cut if row['range'] == 'found' else ''}"
 
 
 def _in_words(row: Row) -> str:
     """A column's main numbers on one line, each with its error."""
     words = [f"{row['count']:.0f} ± {row['count_error']:.0f} records"]
-    if "mean" in row:
-        words.append(f"mean {row['mean']:.4g} ± {row['mean_error']:.2g}")
-        words.append(f"median {row['q50']:.4g} ± {row['q50_error']:.2g}")
+    if row.get("range") == "hidden":
+        words.append("values unknown: no range stands out of the noise; declare bounds")
+    elif "mean" in row:
+        unit = " days" if row["kind"] == "date" else ""
+        for key, name in (("mean", "mean"), ("q50", "median")):
+            words.append(f"{name} {_shown(row, key)} ± {row[f'{key}_error']:.2g}{unit}")
+        if row["range"] == "found":
+            ends = f"[{_shown(row, 'cut_low')}, {_shown(row, 'cut_high')}]"
+            words.append(f"of values cut to {ends}, found privately")
     else:
         words.append(f"most frequent: {sanitize(row['most_frequent'])} ({row['most_frequent_count']:.0f})")
     return ", ".join(words)
@@ -180,16 +215,21 @@ def _in_words(row: Row) -> str:
 def _page(file: str, description: Description) -> str:
     """One self-contained page: the statement, and for each column its numbers and its histogram."""
     columns = []
-    for row in description.rows:
+    for row in description.written_rows():
         bars = []
         for cell in description.histograms[str(row["column"])]:
             bin, off = str(cell["cell"]), 2.0 * cell["error"]
-            if row["kind"] != "category":  # ends of bins in three digits; the JSON has all of them
+            if row["kind"] not in ("category", "date"):  # ends of bins in three digits; the JSON has all of them
                 bin = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3g}", bin)
             bars.append((bin, cell["count"], cell["count"] - off, cell["count"] + off))
         columns.append((row["column"], _facts(row), Intervals(str(row["column"]), bars, "records").svg()))
     template = page_environment().get_template("description.html.j2")
     return template.render(name=file, privacy=description.privacy, columns=columns, version=__version__)
+
+
+def _shown(row: Row, key: str) -> str:
+    value = row[key]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:
@@ -201,7 +241,7 @@ def _facts(row: Row) -> list[tuple[str, str]]:
             continue
         named = quantile.fullmatch(key)
         label = f"{int(named[1])} % quantile" if named else key.replace("_", " ")
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        error = row.get(f"{key}_error")
-        rows.append((label, shown if error is None else f"{shown} ± {error:.2g}"))
+        error, shown = row.get(f"{key}_error"), _shown(row, key)
+        unit = " days" if row["kind"] == "date" and "count" not in key else ""
+        rows.append((label, shown if error is None else f"{shown} ± {error:.2g}{unit}"))
     return rows

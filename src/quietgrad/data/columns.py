@@ -279,13 +279,14 @@ def to_numbers(
 ) -> Floats:
     """Convert a column of text to floats, missing entries to NaN; never quotes a value in its error.
 
-    With a decimal mark or separator of thousands, currencies and spaces are left out. With ``lenient`` a cell that
+    With a decimal mark or separator of thousands, currencies and spaces are left out. A number in parentheses,
+    or with a minus behind it, is negative, as accounts write it. With ``lenient`` a cell that
     is no number is missing, too.
 
     >>> to_numbers("age", ["1", "", "2.5"])
     array([1. , nan, 2.5])
-    >>> to_numbers("pay", ["1.234,5 €"], decimal=",", thousands=".")
-    array([1234.5])
+    >>> to_numbers("pay", ["1.234,5 €", "(2,5)"], decimal=",", thousands=".")
+    array([1234.5,   -2.5])
     """
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         return values.astype(np.float64)
@@ -309,6 +310,13 @@ def _to_number(text: str, decimal: str, thousands: str) -> float:
         text = _MARKS.sub("", text)
         text = text.replace(thousands, "") if thousands else text
         text = text.replace(decimal, ".")
+    accounts = (
+        text[1:-1].strip() if text[:1] == "(" and text[-1:] == ")" else text[:-1] if text[-1:] == "-" else None
+    )
+    if accounts is not None:  # as accounts write what is negative: (5) or 5-
+        if not accounts[:1].isdigit() and accounts[:1] != ".":
+            raise ValueError("a number with two signs, or none")
+        return -float(accounts)
     return float(text)
 
 

@@ -19,21 +19,28 @@ from quietgrad.core.files import check_regular
 from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, is_number, to_date
 from quietgrad.data.file_formats import read_content
+from quietgrad.data.id_columns import is_id_column, may_be_ids
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
-_OF_PEOPLE = re.compile(
-    r"(^|[^a-z])(id|uuid|person|patient|customer|client|user|member|subject|household|pupil|respondent)$"
-)
 _WEIGHTS = re.compile(r"(^|[^a-z])(p|hh|survey)?_?(weight|weights|wgt|wt)$")
-_CODE = re.compile(r"[A-Za-z]{1,4}[-_]?\d{3,12}")
-_MONEY = rf"[+-]?(?:[$€£¥₹]|{CURRENCIES})?\s?[+-]?"
-_UNIT = rf"\s?(?:[$€£¥₹%]|{CURRENCIES})?"
-_FORMATS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
-    (".", ",", re.compile(rf"{_MONEY}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?{_UNIT}")),
-    (",", ".", re.compile(rf"{_MONEY}(?:\d{{1,3}}(?:\.\d{{3}})+|\d+)(?:,\d+)?{_UNIT}")),
-    (".", "'", re.compile(rf"{_MONEY}(?:\d{{1,3}}(?:['’ ]\d{{3}})+|\d+)(?:\.\d+)?{_UNIT}")),
-    (",", " ", re.compile(rf"{_MONEY}(?:\d{{1,3}}(?:[ \u00a0]\d{{3}})+|\d+)(?:,\d+)?{_UNIT}")),
+_SIGN = rf"(?:[$€£¥₹]|{CURRENCIES})?"
+_DIGITS: tuple[tuple[str, str, str], ...] = (
+    (".", ",", r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"),
+    (",", ".", r"(?:\d{1,3}(?:\.\d{3})+|\d+)(?:,\d+)?"),
+    (".", "'", r"(?:\d{1,3}(?:['’ ]\d{3})+|\d+)(?:\.\d+)?"),
+    (",", " ", r"(?:\d{1,3}(?:[ \u00a0]\d{3})+|\d+)(?:,\d+)?"),
 )
+
+
+def _amount(digits: str) -> re.Pattern[str]:
+    """Amounts with their currency or per cent; negative ones have a minus on one side, or stand in parentheses."""
+    unit = rf"\s?(?:[$€£¥₹%]|{CURRENCIES})?"
+    inner = rf"{_SIGN}\s?{digits}{unit}"
+    negative = rf"{_SIGN}\s?\(\s?{inner}\s?\){unit}|{inner}-"
+    return re.compile(rf"[+-]?{_SIGN}\s?[+-]?{digits}{unit}|{negative}")
+
+
+_FORMATS = tuple((decimal, thousands, _amount(digits)) for decimal, thousands, digits in _DIGITS)
 _FEW = 30  # different whole numbers up to which a label is a class
 _MANY = 200  # different words above which a column is text
 _LONG = 60  # characters
@@ -191,6 +198,15 @@ def draft_schema(
                 f"column {column!r} repeats: if it names people, each has several rows. Train with --person "
                 f"{column}, so that ε holds for a person and not for a row"
             )
+        if len(set(texts)) == 1:
+            problems.append(
+                f"column {column!r} is the same in every row: it tells nothing, and its noise costs; leave it out "
+                f"with --drop {column}"
+            )
+        if drafted.kind == "date" and any(map(_has_time, texts)):
+            problems.append(
+                f"column {column!r}: cells have a time of day, which is left out; the day alone becomes features"
+            )
         if "number" in drafted.kind and column != target and _WEIGHTS.search(column.lower()):
             problems.append(
                 f"column {column!r}: survey weights are no feature. If it holds them, leave it out, and pass it in "
@@ -206,9 +222,39 @@ def draft_schema(
                 f"column {column!r}: most cells are numbers, {strays} are words. If these are gaps, list them in "
                 f'missing = [...] and set kind = "number"; as it stands the column is drafted as {drafted.kind}'
             )
+    rest = [column for column in columns if column.name not in (target, keep)]
+    if maybe := [column.name for column in rest if _may_be_people(column, cells.columns[column.name])]:
+        problems.append(
+            f"{named_columns(maybe)} may be ids of people: many values, each in a few rows. If so, train with "
+            "--person and that column, so that ε holds for a person and not for a row"
+        )
     if target not in [column.name for column in columns]:
         raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
     return Draft(name, tuple(columns), target, cells.delimiter, cells.encoding, tuple(problems))
+
+
+def named_columns(names: Sequence[str], most: int = 10) -> str:
+    """Columns by name for one line, the first ones if there are many.
+
+    >>> named_columns(["a", "b"]), named_columns(["a", "b", "c"], most=2)
+    ("columns 'a', 'b'", "columns 'a', 'b', … 3 in all")
+    """
+    listed = ", ".join(repr(sanitize(name)) for name in names[:most])
+    more = f", … {len(names)} in all" if len(names) > most else ""
+    return f"column{'s' if len(names) > 1 else ''} {listed}{more}"
+
+
+def _may_be_people(column: DraftColumn, texts: Sequence[str]) -> bool:
+    """Whether a column that is drafted as another kind repeats as ids of people do."""
+    if column.kind not in ("whole number", "text", "category"):
+        return False
+    return may_be_ids([text for text in texts if text not in GAP_WORDS])
+
+
+def _has_time(text: str) -> bool:
+    """Whether a date's cell has a time of day other than midnight."""
+    time = re.split(r"[T ]", text, maxsplit=1)[1:]
+    return bool(time) and any(digit in "123456789" for digit in re.split(r"[Z+]|-", time[0])[0])
 
 
 @dataclass(frozen=True)
@@ -309,7 +355,7 @@ def _column(name: str, cells: Sequence[str], *, is_label: bool) -> DraftColumn:
         drafted = _kind(name, present, is_label=is_label)
         if drafted.kind not in ("category", "text") or (is_label and _are_numbers(present)):
             return replace(drafted, gaps=True, gap_words=drafted.kind != "id")
-    drafted = _kind(name, filled, is_label=is_label)
+    drafted = _kind(name, filled, is_label=is_label, constant=len(set(cells)) == 1)
     return replace(drafted, gaps=drafted.gaps or len(filled) < len(cells))
 
 
@@ -362,17 +408,17 @@ def _strays(cells: Sequence[str]) -> int:
     return 0 if mostly is None else mostly[2]
 
 
-def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
+def _kind(name: str, filled: Sequence[str], *, is_label: bool, constant: bool = False) -> DraftColumn:
     words = set(filled)
     if not filled:
         return DraftColumn(name, "empty")
-    if len(words) <= 6 and {word.lower() for word in words} <= YES | NO:
+    if len(words) <= 6 and {word.lower() for word in words} <= YES | NO and not constant:
         return DraftColumn(name, "yes/no")
     if all(_WHOLE.fullmatch(word) for word in words):
         dated = _dates(words) if all(len(word) == 8 for word in words) else ""
         if dated and not is_label:
             return DraftColumn(name, "date", format=dated)
-        if not is_label and _is_id(name, filled, words):
+        if not is_label and is_id_column(name, filled, words):
             return DraftColumn(name, "id")
         few = is_label and len(words) <= _FEW
         return DraftColumn(name, "category" if few else "whole number", coded=few)
@@ -385,31 +431,13 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
         return DraftColumn(name, "date", format=dated)
     if is_label:
         return DraftColumn(name, "category")
-    if _is_id(name, filled, words):
+    if is_id_column(name, filled, words):
         return DraftColumn(name, "id")
     if len(filled) >= 20 and (mostly := _mostly_numbers(filled, 0.05)) is not None:
         return DraftColumn(name, "number", gaps=True, decimal=mostly[0], thousands=mostly[1], lenient=True)
     wordy = sum(word.count(" ") for word in words) > 3 * len(words)
     text = len(words) > _MANY or wordy or max(map(len, words)) > _LONG
     return DraftColumn(name, "text" if text else "category")
-
-
-def _is_id(name: str, filled: Sequence[str], words: set[str]) -> bool:
-    """Whether a column names its rows, or people with several rows each.
-
-    Every cell is another, in a column that is called an id, numbers the rows, or holds no ordinary numbers or
-    words; or many values repeat, and they are codes such as P0042, or the column is called an id or people.
-    """
-    if len(filled) < 20:
-        return False
-    if len(words) < len(filled):
-        called = _OF_PEOPLE.search(name.lower()) or name.endswith("Id") or all(map(_CODE.fullmatch, words))
-        return bool(called) and len(words) > max(20, len(filled) // 50)
-    of_rows = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) or name.endswith("Id")
-    called = bool(of_rows or _OF_PEOPLE.search(name.lower()))
-    if filled[0] in ("0", "1") and list(filled) == [str(int(filled[0]) + k) for k in range(len(filled))]:
-        return True  # rows are numbered through
-    return called or not any(is_number(word) or " " in word for word in words)
 
 
 def _dates(words: set[str]) -> str:

@@ -6,6 +6,7 @@ stored nowhere: it holds exact counts and words of cells.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import GAP_WORDS, MISSING, Categorical, ColumnKind, Numeric, is_number, to_numbers
+from quietgrad.data.id_columns import may_be_ids
 from quietgrad.data.schema import Schema
 from quietgrad.tables.labels import ClassLabels
 
@@ -168,9 +170,42 @@ def inspect_labels(label: str, column: Sequence[str], classes: Sequence[object] 
     return findings
 
 
-def inspect_ids(cells: Table, ids: Sequence[str], person: str | None) -> list[ColumnRemark]:
-    """Columns of ids that repeat: rows of one person, which ε then protects one by one only."""
+def grouped_remarks(remarks: Sequence[ColumnRemark], most: int = 10) -> list[ColumnRemark]:
+    """Remarks that differ in their numbers alone as one, where more than ``most`` columns have them.
+
+    >>> remarks = [ColumnRemark(f"x{k}", f"{k} cells are gaps") for k in range(20)]
+    >>> [(remark.about, remark.text) for remark in grouped_remarks(remarks)]
+    [('20 columns (x0, x1, x2, x3, x4, …)', 'such as in the first: 0 cells are gaps')]
+    """
+    alike: dict[tuple[str, bool], list[ColumnRemark]] = {}
+    for remark in remarks:
+        alike.setdefault((re.sub(r"\d[\d.,e+-]*", "#", remark.text), remark.wastes), []).append(remark)
+    told: list[ColumnRemark] = []
+    for same in alike.values():
+        if len(same) <= most:
+            told += same
+            continue
+        names = ", ".join(sanitize(remark.about) for remark in same[:5])
+        text = same[0].text if len({r.text for r in same}) == 1 else f"such as in the first: {same[0].text}"
+        told.append(ColumnRemark(f"{len(same)} columns ({names}, …)", text, same[0].wastes))
+    return told
+
+
+def inspect_ids(
+    cells: Table, ids: Sequence[str], person: str | None, others: Sequence[str] = ()
+) -> list[ColumnRemark]:
+    """Columns of ids that repeat: rows of one person, which ε then protects one by one only.
+
+    Columns of ``others`` are called nothing of the kind, but their values may repeat as ids do.
+    """
     findings = []
+    if person is None and (maybe := [name for name in others if may_be_ids(_filled(cells[name]))]):
+        text = (
+            "may be ids of people: many values, each in a few rows. If so, ε would hold for one of their rows "
+            "only: pass --person and that column"
+        )
+        some = ", ".join(map(sanitize, maybe[:5])) + (", …" if len(maybe) > 5 else "")
+        findings.append(ColumnRemark(some, text))
     for name in ids:
         most = Counter(cells[name]).most_common(1)
         if person is None and most and most[0][1] > 1:
@@ -180,6 +215,10 @@ def inspect_ids(cells: Table, ids: Sequence[str], person: str | None) -> list[Co
             )
             findings.append(ColumnRemark(name, text))
     return findings
+
+
+def _filled(column: Sequence[str]) -> list[str]:
+    return [cell for cell in column if cell not in GAP_WORDS]
 
 
 def inspect_left_out(notes: Sequence[Any]) -> list[ColumnRemark]:

@@ -295,7 +295,10 @@ def cut_source(
     kinds = {table_kind(path) for path in paths}
     if None in kinds:
         odd = next(path for path in paths if table_kind(path) is None)
-        raise DataError(f"{sanitize(odd)}: unknown kind of file. A scan reads parquet and csv.")
+        raise DataError(
+            f"{sanitize(odd)}: unknown kind of file. A scan reads parquet and csv. A file of another kind, such as "
+            "a spreadsheet, is read whole: leave --memory out, or in Python load it without scan()."
+        )
     if len(kinds) > 1:
         raise DataError(
             f"{sanitize(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))})."

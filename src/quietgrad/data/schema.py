@@ -54,6 +54,10 @@ class Schema:
     label_format: tuple[str, str] = (".", "")
     """Decimal mark and thousands separator of a numeric label."""
     ids: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    """Columns of free text, which are no features."""
+    label_lenient: bool = False
+    """Whether a cell of a numeric label that is no number counts as missing in a description."""
 
     def __post_init__(self) -> None:
         if not self.columns:
@@ -107,7 +111,7 @@ _TABLE: dict[str, Any] = {
 }  # fmt: skip
 _LABEL: dict[str, Any] = {
     "column": str, "kind": str | None, "classes": _WORDS | None, "bounds": list[float | str] | None, "decimal": str,
-    "thousands": str,
+    "thousands": str, "unreadable": str | None,
 }  # fmt: skip
 _COLUMN: dict[str, Any] = {
     "kind": str | None, "missing": str | None, "bounds": list[float | str | date], "categories": _WORDS,
@@ -150,11 +154,11 @@ def read_schema(source: SchemaSource) -> Schema:
         check_types(source, "schema:", _TABLE, others=True)
         label, problems = check_types(source["label"], "label:", _LABEL, others=True), []
         columns: dict[str, ColumnKind] = {}
-        ids: list[str] = []
+        aside: dict[str, list[str]] = {"id": [], "text": []}
         for name, said in source["columns"].items():
             check_types(said, f"column {name!r}:", _COLUMN, others=True)
             if said.get("kind") in ("id", "text"):
-                ids += [str(name)] if said["kind"] == "id" else []
+                aside[said["kind"]].append(str(name))
                 continue
             try:
                 columns[str(name)] = _column(said)
@@ -175,7 +179,9 @@ def read_schema(source: SchemaSource) -> Schema:
             encoding=str(source.get("encoding", "utf-8")),
             label_kind=label_kind,
             label_format=(str(label.get("decimal", ".")), str(label.get("thousands", ""))),
-            ids=tuple(ids),
+            ids=tuple(aside["id"]),
+            texts=tuple(aside["text"]),
+            label_lenient=label.get("unreadable") == "gap",
         )
     except DataError:
         raise
@@ -191,6 +197,8 @@ def read_schema(source: SchemaSource) -> Schema:
 def _label(said: Said, problems: list[str]) -> tuple[Any, Any, Any]:
     """(classes, bounds, kind) of the label; what is wrong goes to ``problems``."""
     kind, bounds, classes = said.get("kind"), said.get("bounds"), said.get("classes")
+    if said.get("unreadable") not in (None, "gap", "refuse"):
+        problems.append('label: unreadable must be "gap" or "refuse"')
     if kind == "yes/no":
         return ("no", "yes"), None, kind
     if classes:

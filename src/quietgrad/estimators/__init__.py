@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.describing import Description, describe
-    from quietgrad.estimators.grouping import GroupedDescription
+    from quietgrad.estimators.grouped_rows import GroupedDescription
     from quietgrad.estimators.regressors import (
         PrivateHuberRegressor,
         PrivateLinearRegression,
@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "estimators.additive": "PrivateAdditiveClassifier PrivateAdditiveRegressor",
         "estimators.classifiers": "PrivateLogisticRegression PrivateSVC",
         "estimators.describing": "Description describe",
-        "estimators.grouping": "GroupedDescription",
+        "estimators.grouped_rows": "GroupedDescription",
         "estimators.regressors": (
             "PrivateHuberRegressor PrivateLinearRegression PrivatePoissonRegressor PrivateQuantileRegressor"
         ),

@@ -17,7 +17,7 @@ from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.estimators.dates import bounds_in_days, days_since_1970
 from quietgrad.estimators.validation import codes_in, is_frame, listed_by, taken_as_public
 from quietgrad.methods.range_estimation import checked_bounds
-from quietgrad.tables.cells import as_floats, cell_numbers
+from quietgrad.tables.cells import as_floats, cell_numbers, day_text
 from quietgrad.tables.shapes import usual_edges
 from quietgrad.tables.table import Floats
 
@@ -44,6 +44,8 @@ class DescribedColumn:
         if self.kind == "integer":  # edges lie between whole numbers
             ends = [(round(a + 0.5), round(b - 0.5)) for a, b in pairs]
             bins = [str(a) if a == b else f"{a} to {b}" for a, b in ends]
+        elif self.kind == "date":
+            bins = [f"{day_text(a)} to {day_text(b)}" for a, b in pairs]
         else:
             bins = [f"{a:.6g} to {b:.6g}" for a, b in pairs]
         return [*bins, "missing"] if self.gaps else bins
@@ -83,7 +85,8 @@ def read_columns(
     names = [str(name) for name in (frame.columns if is_frame(frame) else frame)]
     typed: list[str] = []
     columns, numbers = [], []
-    if given is not None and (unknown := sorted(set(given) - set(names))):
+    described = {name for name, said in (given or {}).items() if said.get("kind") not in _SKIPPED}
+    if unknown := sorted(described - set(names)):
         raise DataError(f"schema: {', '.join(unknown)}: not among the columns of the table.")
     for name in (name for name in names if name not in leave and (given is None or name in given)):
         cells = frame[name]
@@ -101,6 +104,15 @@ def read_columns(
     rows = frame.shape[0] if is_frame(frame) else len(next(iter(frame.values())))
     table = np.column_stack(numbers).astype(np.float64) if numbers else np.zeros((rows, 0))
     return columns, table, notes
+
+
+def for_ranges(columns: list[DescribedColumn], numbers: Floats) -> Floats:
+    """The numbers as range estimation reads them: gaps are NaN and count nowhere.
+
+    A gap in a column that is said to have none counts as a zero, so that nothing tells of it.
+    """
+    gaps = np.array([column.gaps for column in columns], dtype=bool)
+    return np.where(np.isnan(numbers) & ~gaps, 0.0, numbers)
 
 
 def refuse_empty(rows: int, relation: Relation) -> None:
@@ -121,7 +133,11 @@ def declared_columns(schema: Any) -> dict[str, Mapping[str, Any]] | None:
         return {str(name): said for name, said in (schema.get("columns") or schema).items()}
     columns: Mapping[str, object] = schema.columns
     known = ("bounds", "categories", "missing", "kind")
-    return {str(n): {key: getattr(kind, key) for key in known if hasattr(kind, key)} for n, kind in columns.items()}
+    aside = {str(name): {"kind": kind} for kind in ("id", "text") for name in getattr(schema, f"{kind}s", ())}
+    described = {
+        str(n): {key: getattr(kind, key) for key in known if hasattr(kind, key)} for n, kind in columns.items()
+    }
+    return {**described, **aside}
 
 
 def kind_by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The ranges of columns that are not declared are found as a fit finds them. Then each record falls into one cell of
 every histogram and of every two-way table, and the noisy counts of these cells, with sums of the numbers, are the
 releases; everything shown is arithmetic on them. Errors are standard errors of the privacy noise, and of a quantile
-of its bin too: how far a number may be from that of these records.
+of its bin too: how far a number may be from that of these records. Values are cut to the range of their column.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.statement import Privacy, privacy_statement
-from quietgrad.estimators.described_columns import DescribedColumn, read_columns, refuse_empty
-from quietgrad.estimators.grouping import STATISTICS, GroupedDescription, Statistic, describe_groups
+from quietgrad.estimators.described_columns import DescribedColumn, for_ranges, read_columns, refuse_empty
+from quietgrad.estimators.grouped_rows import Cut, GroupedDescription, range_notes
+from quietgrad.estimators.grouping import STATISTICS, Statistic, describe_groups
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     from_arrow,
     take_person_column,
 )
 from quietgrad.methods.budget_allocation import allocate_range_estimation, budget_mu
-from quietgrad.methods.range_estimation import Ranges, estimate_box, noise_of
+from quietgrad.methods.described_ranges import find_described_ranges
+from quietgrad.methods.range_estimation import Ranges, noise_of
+from quietgrad.tables.cells import day_text
 from quietgrad.tables.losses import Squared
 from quietgrad.tables.privacy_units import survey_weights
 from quietgrad.tables.queries.counts import CellSums, Tabulation
@@ -45,7 +48,11 @@ _REDRAWS = 200
 class Description:
     """A private description of a table; errors are standard errors of the noise.
 
-    ``table`` has a row for each column; ``histograms`` and ``pairs`` have a row for each cell, with its count and
+    Statistics of a number are of its values cut to [``cut_low``, ``cut_high``]; ``range`` says whether that was
+    declared or found privately. Where it is "hidden", no range stands out of the noise and nothing is said of the
+    values. ``table`` has a row for each column, with dates as days since 1970.
+
+    ``histograms`` and ``pairs`` have a row for each cell, with its count and
     error. They are data frames if pandas is installed, else lists of mappings.
     """
 
@@ -67,12 +74,21 @@ class Description:
     def to_json(self) -> dict[str, Any]:
         return {
             "n": self.n,
-            "columns": self.rows,
+            "columns": self.written_rows(),
             "histograms": self.histograms,
             "pairs": [{"columns": list(names), "cells": cells} for names, cells in self.pairs.items()],
             "notes": list(self.notes),
             "privacy": self.privacy.to_json(),
         }
+
+    def written_rows(self) -> list[dict[str, Any]]:
+        """The rows as files have them: the mean, the quantiles and the range of dates as YYYY-MM-DD."""
+        places = ("mean", "cut_low", "cut_high", *(f"q{round(100 * q):02d}" for q in _QUANTILES))
+        return [
+            row if row["kind"] != "date" else
+            {key: day_text(value) if key in places and value is not None else value for key, value in row.items()}
+            for row in self.rows
+        ]  # fmt: skip
 
     def plot(self, columns: Sequence[str] | None = None) -> Any:
         """Draw the histograms with bars of two standard errors.
@@ -165,7 +181,8 @@ def describe(
         schema: what is public of the columns: a mapping of names to ``{"kind": "number" | "integer" | "category" |
             "bool" | "date", "bounds": [low, high], "categories": [...], "missing": "indicator"}``, a schema of
             :mod:`quietgrad.data`, or the path of one. Columns that it does not list are left out; ``None`` takes
-            all columns by their types. Ranges that are not declared are found privately. Dates are days since 1970.
+            all columns by their types. Ranges that are not declared are found privately. Numbers are cut to the
+            range of their column, and each row says to which. Dates are days since 1970.
             ``"missing": False`` says that a column has no gaps; others have a cell for them.
         pairs: pairs of columns to cross; ``None`` crosses all columns if that makes at most 45 tables.
         by: one column or two to group by; the answer is then a :class:`GroupedDescription`. Groups are the
@@ -208,8 +225,7 @@ def describe(
     crossed = _crossed(columns, pairs)
     numeric = [j for j, column in enumerate(columns) if not column.values]
     shares = {name: share for name, share in _SHARES.items() if {"sums": numeric, "pairs": crossed}.get(name, True)}
-    # Gaps count for no range, like zeros.
-    plain = np.nan_to_num(numbers, nan=0.0)
+    plain = for_ranges(columns, numbers)
     bounds = [column.bounds if not column.values else (0.0, 1.0) for column in columns]
 
     def method(n: int) -> _Describe:
@@ -218,13 +234,16 @@ def describe(
 
     with opened(whom.asks(Squared()), whom.of_data(RowBlock(plain, np.zeros(rows))), method, terms) as active:
         session, size = active.session, active.size
-        found = estimate_box(active.method.look, session, len(columns), budget.relation)
+        ranges = find_described_ranges(active.method.look, session, len(columns), budget.relation)
+        cuts = {j: Cut.of(ranges, j, columns[j]) for j in numeric}
         # As many bins as let one with an equal part of the records stand out of the noise.
         per_bin = 0.5 * size.n * budget_mu(budget) / math.sqrt(len(columns))
         bins = 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
         for j in numeric:
-            low, high = float(found["low"][j]), float(found["high"][j])
-            columns[j] = columns[j].binned(low, high, bins)
+            columns[j] = columns[j].binned(cuts[j].low, cuts[j].high, bins)
+            inner = 0.5 if columns[j].kind == "integer" else 0.0  # edges lie between whole numbers
+            ends = columns[j].edges[[0, -1]].tolist()
+            cuts[j] = cuts[j]._replace(low=ends[0] + inner, high=ends[1] - inner)
         tables = _Tables(session, whom, budget.relation, largest)
         released = tables.histograms(columns, numbers)
         sums = tables.sums([columns[j] for j in numeric], numbers[:, numeric]) if numeric else {}
@@ -236,10 +255,12 @@ def describe(
         parts = np.array([1.0 / len(counts) for counts, _ in released.values()])
         n = float(parts @ [counts.sum() for counts, _ in released.values()] / parts.sum())
         off = next(noise for _, noise in released.values()) / math.sqrt(float(parts.sum()))
-    if hidden := int(found["hidden_features"]):
-        notes = (*notes, f"the ranges of {hidden} columns do not stand out of the noise: declare their bounds")
+    notes = (*notes, *range_notes(columns, cuts))
     privacy = privacy_statement(session, spent, str(account), (*whom.notes, *notes))
-    told = [_row(column, *released[column.name], sums.get(column.name), (n, off)) for column in columns]
+    told = [
+        _row(column, *released[column.name], sums.get(column.name), (n, off), cuts.get(j))
+        for j, column in enumerate(columns)
+    ]
     cells = {}
     for column in columns:
         counts, noise = released[column.name]
@@ -314,13 +335,20 @@ def _row(
     noise: float,
     sums: tuple[float, float, float] | None,
     everyone: tuple[float, float],
+    cut: Cut | None,
 ) -> dict[str, Any]:
-    """Build the row of statistics of one column."""
+    """Build the row of statistics of one column; nothing is said of values whose range is hidden by noise."""
     n, off = everyone
     partial = bool(column.values) or column.gaps
     held = n - float(counts[-1]) if partial else n
     row: dict[str, Any] = {"column": column.name, "kind": column.kind, "count": held}
     row |= {"count_error": math.hypot(off, noise * partial), "missing": float(counts[-1]) if partial else None}
+    if cut is not None:
+        row["range"] = cut.origin
+        if cut.origin == "hidden":
+            nothing = (f"q{round(100 * q):02d}" for q in _QUANTILES)
+            return row | dict.fromkeys(("mean", "std", *nothing))
+        row |= {"cut_low": cut.low, "cut_high": cut.high}
     if sums is None:
         top = int(np.argmax(counts[: len(column.values)]))
         return {**row, "most_frequent": str(column.values[top]), "most_frequent_count": float(counts[top])}

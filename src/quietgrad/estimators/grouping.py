@@ -3,18 +3,16 @@
 Groups are public values of the columns, or they are found privately, by partition selection. Each record is in one
 group and adds there a point of a cube, (1, values), and one cell of each histogram. Sums get Gaussian or K-norm
 noise, whichever gives the narrower intervals; that is decided from the plan alone. Everything shown is arithmetic
-on these releases. Intervals hold the number of these records with probability 95 %: they are of the noise.
+on these releases. Intervals hold the number of these records with probability 95 %: they are of the noise. Numbers
+are cut to the range of their column, declared or found, so a mean is that of the values after this cut.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -23,7 +21,6 @@ import numpy.typing as npt
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.errors import TooNoisyError
-from quietgrad.core.files import write_atomically
 from quietgrad.core.noise.k_norm import KNormNoise, LaplacePartitionSelection
 from quietgrad.core.noise.mechanisms import GaussianNoise, GaussianPartitionSelection, PartitionSelection
 from quietgrad.core.plans.counting import NOMINAL
@@ -32,18 +29,30 @@ from quietgrad.core.plans.schedule import plan
 from quietgrad.core.plans.slots import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.opening import Terms, opened
-from quietgrad.core.session.statement import Privacy, privacy_statement
+from quietgrad.core.session.statement import privacy_statement
 from quietgrad.estimators.described_columns import (
     DescribedColumn,
     declared_columns,
+    for_ranges,
     kind_by_type,
     read_columns,
     refuse_empty,
 )
+from quietgrad.estimators.grouped_rows import (
+    Cut,
+    GroupedDescription,
+    Row,
+    cell_rows,
+    count_interval,
+    range_notes,
+    statistic_row,
+    totals,
+)
 from quietgrad.estimators.validation import PrivacyUnitSpec, codes_in, is_frame, taken_as_public, warn_declared
 from quietgrad.methods.budget_allocation import allocate_range_estimation
-from quietgrad.methods.noise_intervals import NoiseLaw, quantile_interval, ratio_interval
-from quietgrad.methods.range_estimation import RangeEstimation, estimate_box, noise_of
+from quietgrad.methods.described_ranges import find_described_ranges
+from quietgrad.methods.noise_intervals import NoiseLaw
+from quietgrad.methods.range_estimation import RangeEstimation, noise_of
 from quietgrad.tables.losses import Squared
 from quietgrad.tables.privacy_units import survey_weights
 from quietgrad.tables.queries.counts import CellSums, LabelCounts, LabelSet, Tabulation
@@ -54,59 +63,12 @@ from quietgrad.tables.table import Floats
 Statistic = Literal["count", "sum", "mean", "quantiles", "shares"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 Noise = Literal["gaussian", "k-norm"]
-Row = dict[str, Any]
 
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _FIND = {"gaussian": 0.2, "k-norm": 0.25}  # the part that finds groups, of μ² or of ε
 _FAILURE = 0.5  # the part of δ with which a group of one record may be found
 _MOST_GROUPS, _MOST_WHOLE = 10_000, 64
 _OTHER = "other"
 _BETWEEN = "\x1f"  # stands between the values of two columns; no text file has it
-
-
-@dataclass(frozen=True)
-class GroupedDescription:
-    """Private statistics by groups.
-
-    ``rows`` have a statistic of a group each, with its interval of 95 %.
-
-    ``table`` is a data frame if pandas is installed, else the rows. The last group, "other", has all records of no
-    listed group.
-    """
-
-    privacy: Privacy
-    by: tuple[str, ...]
-    rows: list[Row]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def table(self) -> Any:
-        try:
-            import pandas
-        except ImportError:
-            return self.rows
-        return pandas.DataFrame(self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "by": list(self.by),
-            "rows": self.rows,
-            "notes": list(self.notes),
-            "privacy": self.privacy.to_json(),
-        }
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """The rows as CSV text, which is also written to ``path`` if that is given."""
-        out = io.StringIO(newline="")
-        writer = csv.DictWriter(out, [*self.by, "column", "statistic", "level", "value", "lower", "upper"])
-        writer.writeheader()
-        writer.writerows(self.rows)
-        if path is not None:
-            write_atomically(Path(path), out.getvalue().encode())
-        return out.getvalue()
-
-    def __str__(self) -> str:
-        return f"{self.table}\n{self.privacy}"
 
 
 @dataclass(frozen=True)
@@ -244,12 +206,15 @@ def describe_groups(
 
     noises: tuple[Noise, ...] = get_args(Noise)
     chosen = min(noises, key=lambda noise: releases(NOMINAL, noise).looseness(budget))
-    plain = np.nan_to_num(numbers, nan=0.0) if columns else groups.codes[:, None].astype(np.float64)
+    plain = for_ranges(columns, numbers) if columns else groups.codes[:, None].astype(np.float64)
     with opened(
         whom.asks(Squared()), whom.of_data(RowBlock(plain, np.zeros(rows))), lambda n: releases(n, chosen), terms
     ) as active:
         session, relation = active.session, budget.relation
-        box = estimate_box(active.method.look, session, len(columns), relation) if columns else {}
+        cuts: dict[int, Cut] = {}
+        if columns:
+            ranges = find_described_ranges(active.method.look, session, len(columns), relation)
+            cuts = {j: Cut.of(ranges, j, columns[j]) for j in numeric}
         names, codes = _named_groups(groups, session, whom, relation)
         laws: dict[str, NoiseLaw] = {}
 
@@ -260,7 +225,7 @@ def describe_groups(
             laws[slot] = active.method.law(slot, largest * noise_of(session, slot, bound))
             return np.asarray(largest * session.release(slot, query))
 
-        limits = {j: (float(box["low"][j]), float(box["high"][j])) for j in numeric}
+        limits = {j: (cut.low, cut.high) for j, cut in cuts.items()}
         values = _scaled(numbers, columns, summed, limits)
         sums = asked("sums", Grouping(), (codes, values), GroupSums(len(names), width, relation))
         tables: list[tuple[DescribedColumn, Floats]] = []
@@ -278,27 +243,27 @@ def describe_groups(
             parts = np.split(counts, starts[1:-1])
             tables = [(column, part.reshape(len(names), -1)) for column, part in zip(drawn, parts, strict=True)]
         spent = session.close("steps")
-    if columns and (hidden := int(box["hidden_features"])):
-        notes = (*notes, f"the ranges of {hidden} columns do not stand out of the noise: declare their bounds")
+    notes = (*notes, *range_notes(columns, cuts))
     privacy = privacy_statement(session, spent, str(active.account), (*whom.notes, *notes))
     blocks = sums.reshape(len(names), width)
     told: list[Row] = []
     for k, name in enumerate(names):
         head = dict(zip(by, name, strict=True))
         if "count" in statistics:
-            told.append(_row(head, None, "count", *_count(blocks[k, 0], laws["sums"])))
+            told.append(statistic_row(head, None, "count", *count_interval(blocks[k, 0], laws["sums"])))
         at = 1
         for j in summed:
             column, (low, high) = columns[j], limits[j]
             held = blocks[k, at] if column.gaps else blocks[k, 0]
             total = blocks[k, at + column.gaps]
             at += 1 + column.gaps
-            for statistic, row in _totals(held, total, low, high, laws["sums"]).items():
+            for statistic, row in totals(held, total, low, high, laws["sums"]).items():
                 if statistic in statistics:
-                    told.append(_row(head, column.name, statistic, *row))
-        for column, counted in tables:
-            told += _cells_of(head, column, counted[k], laws["cells"])
-    return GroupedDescription(privacy, by, told, notes)
+                    told.append(statistic_row(head, column.name, statistic, *row, cuts[j]))
+        for j, (column, counted) in zip(shown, tables, strict=True):
+            told += cell_rows(head, column, counted[k], laws["cells"], cuts.get(j))
+    dates = tuple(column.name for column in columns if column.kind == "date")
+    return GroupedDescription(privacy, by, told, notes, dates)
 
 
 def _read_groups(frame: Any, schema: object, by: tuple[str, ...]) -> tuple[_Groups, tuple[str, ...]]:
@@ -335,6 +300,11 @@ def _public_values(
             return None
         said = kind_by_type(name, cells, typed)
     kind, values = str(said.get("kind") or ""), tuple(said.get("categories") or ())
+    if kind in ("id", "text"):
+        raise ValueError(
+            f"by: {name}: the schema calls it {'ids' if kind == 'id' else 'free text'}, so each value has few "
+            "records and none can be found privately. Group by a column of categories. No privacy budget was spent."
+        )
     if kind == "bool":
         return values or (False, True)
     if values:
@@ -389,57 +359,3 @@ def _bins(per_group: float, method: _GroupReleases, session: Any, relation: Rela
     mechanism = session.plan.schedule["cells"].mechanism
     law = method.law("cells", noise_of(session, "cells", mechanism.bound_of(CellSums(1, method.tables, relation))))
     return next((bins for bins in (32, 16) if per_group / bins > 2.0 * law.half_width(1.0)), 8)
-
-
-def _row(head: Row, column: str | None, statistic: str, value: float | None, lower: float, upper: float) -> Row:
-    told = {"column": column, "statistic": statistic, "level": None}
-    return {**head, **told, "value": value, "lower": lower, "upper": upper}
-
-
-def _count(count: float, law: NoiseLaw) -> tuple[float, float, float]:
-    off = law.half_width(1.0)
-    return max(float(count), 0.0), max(float(count) - off, 0.0), max(float(count) + off, 0.0)
-
-
-def _totals(
-    held: float, total: float, low: float, high: float, law: NoiseLaw
-) -> dict[str, tuple[Any, float, float]]:
-    """Sum and mean of one column in one group, each with its interval; ``total`` is that of values in [−1, 1]."""
-    middle, half = (low + high) / 2.0, (high - low) / 2.0
-    value, off = middle * held + half * total, law.half_width(half, middle)
-    widths = np.array([law.half_width(1.0, m) for m in np.linspace(-1.0, 1.0, 41)])
-    ends = ratio_interval(total, held, widths)
-    known = held > 0.0 and ends != (-1.0, 1.0)  # else the noise drowns it
-    mean = middle + half * min(max(total / held, -1.0), 1.0) if known else None
-    return {
-        "sum": (float(value), float(value - off), float(value + off)),
-        "mean": (mean, middle + half * ends[0], middle + half * ends[1]),
-    }
-
-
-def _cells_of(head: Row, column: DescribedColumn, counts: Floats, law: NoiseLaw) -> list[Row]:
-    """Shares of a category's values, or quantiles of a number, in one group."""
-    rows = []
-    if column.values:
-        total, widths = counts.sum(), law.share_widths(len(counts))
-        for level, count in zip(column.levels, counts, strict=True):
-            lower, upper = ratio_interval(float(count), float(total), widths, 0.0, 1.0)
-            share = None if total <= 0.0 else min(max(float(count / total), 0.0), 1.0)
-            rows.append({**_row(head, column.name, "share", share, lower, upper), "level": level})
-        return rows
-    bins = counts[: len(column.edges) - 1]
-    for q in _QUANTILES:
-        lower, upper = quantile_interval(bins, column.edges, q, law.edge_widths(len(bins), q))
-        rows.append(
-            _row(
-                head, column.name, f"q{round(100 * q):02d}", _quantile(bins, column, q, lower, upper), lower, upper
-            )
-        )
-    return rows
-
-
-def _quantile(counts: Floats, column: DescribedColumn, q: float, lower: float, upper: float) -> float:
-    """The quantile of the noisy histogram, within its interval."""
-    sums = np.concatenate([[0.0], np.cumsum(np.maximum(counts, 0.0))])
-    at = float(np.interp(q * sums[-1], sums + 1e-9 * np.arange(len(sums)), column.edges))
-    return min(max(at, lower), upper)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+_EPOCH = date(1970, 1, 1)
+_FIRST, _LAST = (date.min - _EPOCH).days, (date.max - _EPOCH).days
 
 
 def as_floats(cells: Any) -> Floats:
@@ -44,3 +47,12 @@ def _or_gap(each: Callable[[Any], Floats], cell: object) -> float:
         return float(each([cell])[0])
     except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def day_text(days: float) -> str:
+    """Days since 1970 as a date, YYYY-MM-DD; the nearest that there is.
+
+    >>> day_text(17315.4)
+    '2017-05-29'
+    """
+    return (_EPOCH + timedelta(days=min(max(math.floor(days), _FIRST), _LAST))).isoformat()

@@ -22,8 +22,11 @@ _BEYOND = 2  # octaves that a limit for all stored values goes on with them: few
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
 _EVERYWHERE = 0.85  # of the records must have a value other than zero where a range leaves zero out
+_LESSER = 0.25  # of the counts of the other sign below which a sign may count as absent
 _ONE_SIDED = 1.5  # deviations within which a sign counts as absent
 _EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
+_THICK = 0.6  # of the fullest octave the last one holds where a column has no tail
+_THIN = 3  # octaves of a tail that may stand out together where none does alone
 _UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
 
 
@@ -158,6 +161,49 @@ def read_magnitudes(
     )
 
 
+@dataclass(frozen=True)
+class WholeRanges:
+    """The range [low, high] of each row of counts, and whether anything stands out of the noise in it."""
+
+    low: Floats
+    high: Floats
+    seen: npt.NDArray[np.bool_]
+
+
+def read_whole(counts: Floats, sigma: float) -> WholeRanges:
+    """Ranges that hold all that is seen, from counts (features, sign, octave) with noise ``sigma``.
+
+    A range reaches 0 on its near side: zeros and small values are in no octave that stands out. It has an octave
+    more than what is seen, another where the last ones thin out, and further ones while the next three together
+    hold values. A sign is left out if its counts keep within the noise and far below those of the other.
+
+    >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1))
+    >>> counts[0, 0, 3 - LOWEST] = 1000.0  # values in (4, 8]
+    >>> ranges = read_whole(counts, 10.0)
+    >>> ranges.low.tolist(), ranges.high.tolist(), ranges.seen.tolist()
+    ([0.0], [16.0], [True])
+    """
+    both, noise = counts.sum(axis=1), sigma * math.sqrt(2.0)
+    mine = windows(both, noise, _FALSE_ALARM * len(both))  # for each column: what is hidden is not described
+    padded = np.concatenate([both, np.zeros((len(both), _THIN + 1))], axis=1)
+    edge = both[np.arange(len(both)), mine.last]
+    tailed = (edge < _THICK * both.max(axis=1)) & (mine.last >= both.argmax(axis=1) + 2)
+    last = mine.last + 1 + tailed
+    for _ in range(_THIN):
+        after = np.arange(1, _THIN + 1) + np.minimum(last, both.shape[1] - 1)[:, None]
+        tail = np.take_along_axis(padded, after, axis=1).sum(axis=1)
+        last = np.where(tail > _GROW * noise * math.sqrt(_THIN), last + 1, last)
+    far = np.exp2(np.minimum(last + LOWEST, HIGHEST + 1.0))
+    by_sign = np.where(mine.inside(counts.shape[2])[:, None], counts, 0.0).sum(axis=2)
+    limit = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
+    lesser = by_sign.argmin(axis=1)
+    # Within the noise, and far below the other sign's: of a column around 0 noise alone may hide a half.
+    absent = by_sign.min(axis=1) < np.minimum(limit, _LESSER * by_sign.max(axis=1))
+    high = np.where(absent & (lesser == 0), 0.0, far)
+    low = np.where(absent & (lesser == 1), 0.0, -far)
+    return WholeRanges(np.where(mine.found, low, -1.0), np.where(mine.found, high, 1.0), mine.found)
+
+
 def middle_octave(counts: Floats) -> float:
     """The median octave of pooled counts (1, sign, octave), negative counts taken as none."""
     both = np.maximum(counts.sum(axis=(0, 1)), 0.0)
@@ -179,10 +225,17 @@ def _top(counts: Floats, window: Windows, tail: float) -> npt.NDArray[np.int64]:
     return np.asarray((sums < (1.0 - tail) * sums[:, -1:]).sum(axis=1))
 
 
-def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tuple[Floats, Floats]:
-    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off."""
+def read_pieces(
+    counts: Floats, sigma: float, low: Floats, high: Floats, *, whole: bool = False
+) -> tuple[Floats, Floats]:
+    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
+
+    With ``whole`` what lies beyond a narrower one must not add up to more than the deviation of its noise, and
+    the end towards which values thin out from 0 stays.
+    """
     total = counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
+    down, up = _tails(counts, sigma, low, high) if whole else (np.zeros(len(counts), dtype=bool),) * 2
     for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
         pieces = counts.shape[1] // merged
         noise = sigma * math.sqrt(merged)
@@ -192,13 +245,33 @@ def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tupl
         caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
         use = inner.found & (caught >= _CAUGHT * total)
         pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
+        if whole:  # what hides in the noise of one fine bin may reach on over several
+            pad = np.where(pad > 0, max(1, pieces // _COARSE), 1)
         width = (high - low) / pieces
         nearer = low + np.maximum(inner.first - pad, 0) * width
         closer = low + np.minimum(inner.last + pad + 1, pieces) * width
         # What is spread over many bins leaves only its core above the noise of each: those must narrow it a lot.
+        if whole:
+            wider = np.arange(pieces)
+            beyond = (wider < (inner.first - pad)[:, None]) | (wider > (inner.last + pad)[:, None])
+            use &= np.where(beyond, coarse, 0.0).sum(axis=1) <= noise * np.sqrt(beyond.sum(axis=1))
         use &= (pieces <= _COARSE) | (closer - nearer <= _FINER * (new_high - new_low))
         new_low, new_high = np.where(use, nearer, new_low), np.where(use, closer, new_high)
-    return new_low, new_high
+    return np.where(down, low, new_low), np.where(up, high, new_high)
+
+
+def _tails(
+    counts: Floats, sigma: float, low: Floats, high: Floats
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Whether values thin out from 0 downwards, and whether they do upwards: noise hides where they stop."""
+    inner, rows, bins = windows(counts, sigma), np.arange(len(counts)), counts.shape[1]
+    width = (high - low) / bins
+    begins, ends = low + inner.first * width, low + (inner.last + 1) * width
+    thick = _THICK * counts.max(axis=1)
+    alone = inner.first == inner.last
+    down = inner.found & (ends >= 0.0) & (ends <= width) & (alone | (counts[rows, inner.first] < thick))
+    up = inner.found & (begins <= 0.0) & (begins >= -width) & (alone | (counts[rows, inner.last] < thick))
+    return np.asarray(down), np.asarray(up)
 
 
 def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float) -> tuple[float, float]:

@@ -62,7 +62,7 @@ def _entries(block: Matrix, chosen: npt.NDArray[np.int64]) -> tuple[Any, Any, An
     """Row, position among ``chosen`` and value of every non-zero entry, and the number of rows."""
     if isinstance(block, np.ndarray):
         dense = block[:, chosen]
-        rows, columns = np.nonzero(dense)
+        rows, columns = np.nonzero(np.abs(dense) > 0.0)  # NaN, a gap, is no entry
         return rows, columns, dense[rows, columns], len(dense)
     part: Any = block[:, chosen] if len(chosen) < block.shape[1] else block
     rows = np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
@@ -119,12 +119,13 @@ class MagnitudeHistogram(_UnitCounts):
 
     def _add_dense(self, block: Floats, counted: Any, out: Floats) -> None:
         """The same of rows without a list of their entries, column by column: a scan's blocks lie so."""
-        present = block[:, self.chosen] != 0.0
+        present = np.abs(block[:, self.chosen]) > 0.0  # NaN, a gap, is not
         weights = counted * _SHRINK / np.sqrt(np.maximum(present.sum(axis=1), 1))
-        for place, histogram in zip(self.chosen, out.reshape(len(self.chosen), -1), strict=True):
+        histograms = out.reshape(len(self.chosen), -1)
+        for place, here, histogram in zip(self.chosen, present.T, histograms, strict=True):
             values = block[:, place]
             bins = log2_bin(values) + (values < 0.0) * OCTAVES
-            histogram += np.bincount(bins, np.where(values != 0.0, weights, 0.0), 2 * OCTAVES)
+            histogram += np.bincount(bins, np.where(here, weights, 0.0), 2 * OCTAVES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,9 +212,9 @@ class FeatureBins:
 def _pieces(
     values: Floats, low: Floats | float, high: Floats | float, pieces: int = PIECES
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Which of the equal bins of [low, high] a value falls in, and whether it does."""
+    """Which of the equal bins of [low, high] a value falls in, and whether it does; NaN, a gap, does not."""
     inside = (values >= low) & (values <= high)
-    share = (np.clip(values, low, high) - low) / (high - low)
+    share = np.where(inside, (np.clip(values, low, high) - low) / (high - low), 0.0)
     return np.minimum((share * pieces).astype(np.int64), pieces - 1), inside
 
 
