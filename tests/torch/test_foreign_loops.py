@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -303,8 +304,9 @@ def test_a_stream_of_public_length_is_read_once() -> None:
     loader = _epoch(made(DataLoader(SizedStream(), batch_size=BATCH), epochs=1, sampling="single-pass"))
     assert loader.loop.plan.n_public == N
     assert "Parallel" in repr(loader.loop.plan.event)
-    seen = made(DataLoader(Stream(), batch_size=BATCH), n_public=40)[2].loop
-    assert (seen.plan.n_public, len(seen._examples)) == (40, 40)
+    for relation, read in (("add-remove", N), ("replace-one", 40)):
+        seen = made(DataLoader(Stream(), batch_size=BATCH), n_public=40, relation=relation)[2].loop
+        assert (seen.plan.n_public, len(seen._examples)) == (40, read)
     loop = qt.PrivateLoop(
         nn.Linear(3, 2), nn.CrossEntropyLoss(), SizedStream(), batch_size=10, steps=6, max_grad_norm=1.0,
         noise_multiplier=1.0, sampling="single-pass",
@@ -458,7 +460,13 @@ def test_a_module_made_private_itself_trains_as_one_in_a_wrapper(with_criterion:
     assert x.grad is not None
     assert all(param.grad is None for param in model.parameters())
     assert type(copy.deepcopy(model)) is nn.Sequential
-    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
+    for each in (model, trained(True)[1]):
+        assert type(pickle.loads(pickle.dumps(each))) is nn.Sequential
+        kept = io.BytesIO()
+        torch.save(each, kept)
+        kept.seek(0)
+        assert type(torch.load(kept, weights_only=False)) is nn.Sequential
+        assert type(copy.copy(each)) is nn.Sequential
     made[0].cleanup()
     assert type(model) is nn.Sequential
     with pytest.raises(RuntimeError, match=r"no loss\.backward"):

@@ -184,7 +184,7 @@ def make_private(
     shards = WholeModule(module)
     clip, rule = _clipping(max_grad_norm, clipping, module)
     check_optimizer(optimizer, shards.parameters().values())
-    given = read_loader(data_loader, n_public)
+    given = read_loader(data_loader, n_public, relation)
     own = given.loader.collate_fn
     collate = own if transform is None else lambda samples: transform(own(samples))
     if person is not None and given.data is not given.loader.dataset:

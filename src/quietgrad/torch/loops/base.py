@@ -122,7 +122,8 @@ class LoopTerms:
         epochs = 1 if self.epochs is None and self.sampling == "single-pass" else self.epochs
         steps = self.steps or (_OPEN_END if epochs is None else epochs * self.epoch_length(n))
         said = clip if self.clipping == FLAT else {"clip": clip, "clipping": self.clipping.config()}
-        return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling)
+        relation = Relation.parse(self.relation) if self.adds_no_noise else None
+        return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling, relation=relation)
 
     def run_terms(self) -> Terms:
         """Return the run's terms: the account that pays, and the public facts. Of several processes one pays.
@@ -139,7 +140,9 @@ class LoopTerms:
                 "charged; it is for debugging.",
                 stacklevel=4,
             )
-            bare = Terms(None, Account(self.account), n_public=self.n_public, takes_n=True, seed=self.seed)
+            bare = Terms(
+                None, Account(self.account), n_public=self.n_public, takes_n=self.n_public is None, seed=self.seed
+            )
             return replace(bare, key=broadcast_loop_key())
         if not self.has_end and (self.ledger is not None or self.cap is not None):
             raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")

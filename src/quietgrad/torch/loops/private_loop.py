@@ -160,8 +160,8 @@ class PrivateLoop(Loop):
         model: any torch module; what it does with a record is that record's own, because it is called for one.
         loss: loss(output, target) for records (x, target), ``loss(model, *record)`` or ``loss(model, **record)``:
             written as for a batch, called with batches of one; returns one number.
-        data: a map-style data set, a ``TensorDataset``, or tensors. An ``IterableDataset`` of public length (its
-            own or ``n_public``) is read once into memory.
+        data: a map-style data set, a ``TensorDataset``, or tensors. An ``IterableDataset`` is read once into
+            memory, to its end; under replace-one ``n_public`` cuts it.
         optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.
         batch_size: the expected size of a sample; of people with ``person``.
         max_grad_norm: C, the L2 bound on what one record, or person, adds.
@@ -256,7 +256,7 @@ class PrivateLoop(Loop):
             SharedCurator, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         )  # fmt: skip
         asked = with_privacy_unit(
-            objective, read_stream(data, n_public), person, PersonRule(combine, records_per_person)
+            objective, read_stream(data, n_public, terms.relation), person, PersonRule(combine, records_per_person)
         )
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None

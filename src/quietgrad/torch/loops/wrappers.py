@@ -26,6 +26,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.distributed import process_count
@@ -105,7 +106,7 @@ class PrivateModule(nn.Module):
         return copy.deepcopy(self._module, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self._module.__reduce_ex__(protocol)
+        return _reduced(self._module, protocol)
 
 
 class PrivateInPlace(nn.Module):
@@ -145,9 +146,14 @@ class PrivateInPlace(nn.Module):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         with self._private.model.as_given():
-            made, *rest = self.__reduce_ex__(protocol)
-        # Pickle would look for the class of the object itself.
-        return (object.__new__ if made is copyreg.__newobj__ else made, *rest)  # type: ignore[attr-defined]
+            return _reduced(self, protocol)
+
+
+def _reduced(module: nn.Module, protocol: SupportsIndex) -> Any:
+    """How the plain module is pickled in the place of a private one."""
+    made, *rest = module.__reduce_ex__(protocol)
+    # Pickle would look for the class of the private one.
+    return (object.__new__ if made is copyreg.__newobj__ else made, *rest)  # type: ignore[attr-defined]
 
 
 def private_in_place(module: nn.Module, loop: HandleLoop) -> nn.Module:
@@ -417,7 +423,9 @@ class LoaderContents(NamedTuple):
     drop_last: bool
 
 
-def read_loader(loader: DataLoader[object] | PrivateLoader, n_public: int | None) -> LoaderContents:
+def read_loader(
+    loader: DataLoader[object] | PrivateLoader, n_public: int | None, relation: str | Relation
+) -> LoaderContents:
     """Return the contents of a loader that goes once through its data set, or through a part of it.
 
     A loader that an earlier loop's was made of is the same again. On several processes a ``DistributedSampler``
@@ -430,7 +438,8 @@ def read_loader(loader: DataLoader[object] | PrivateLoader, n_public: int | None
             raise DataError(
                 "the stream makes its own batches: give the loader a batch_size, and let it yield records."
             )
-        return LoaderContents(loader, read_stream(dataset, n_public), loader.batch_size, bool(loader.drop_last))
+        records = read_stream(dataset, n_public, relation)
+        return LoaderContents(loader, records, loader.batch_size, bool(loader.drop_last))
     if not isinstance(dataset, Sized):
         raise DataError(
             f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "
