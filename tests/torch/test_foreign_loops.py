@@ -342,8 +342,9 @@ def test_a_loop_without_noise_is_not_private_and_says_so(epochs: int | None) -> 
     stated = loader.privacy
     assert str(stated) == "NOT PRIVATE"
     assert not stated.is_private
-    assert stated.epsilon is None
-    assert loader.loop.epsilon(1e-5) == math.inf
+    assert stated.epsilon == loader.loop.epsilon(1e-5) == math.inf
+    assert f"{stated.epsilon:.2f}" == "inf"
+    assert dict(stated.facts())["privacy"] == "NOT PRIVATE"
     with pytest.raises(ValueError, match="is not kept"):
         qt.PrivateLoop(
             nn.Linear(3, 2), nn.CrossEntropyLoss(), (X, Y), batch_size=10, steps=2, max_grad_norm=1.0,
@@ -397,6 +398,73 @@ def engine_made(**settings: Any) -> Any:
 def test_an_argument_of_opacus_that_has_no_place_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         engine_made(**{name: REFUSED[name]})
+    with pytest.raises(ValueError, match=name):
+        made(**{name: REFUSED[name]})
+
+
+def test_the_verbs_take_what_the_engine_takes() -> None:
+    private = made(grad_sample_mode="ghost", noise_generator=None, batch_first=True, rand_on_empty=False)
+    assert isinstance(private[2], nn.Module)  # the criterion, in Opacus' order
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        made(foo=1)
+    with pytest.raises(TypeError, match="data_loader: must be a torch DataLoader, not TensorDataset"):
+        made(loader=DATA)
+    with pytest.raises(TypeError, match="data_loader: must be a torch DataLoader, not list"):
+        made(loader=[(X, Y)])
+    with pytest.raises(TypeError, match=r"must be a torch module \(nn\.Module\), not function"):
+        qt.make_private(
+            module=lambda x: x, optimizer=torch.optim.SGD([nn.Parameter(X)], lr=0.1), max_grad_norm=1.0,
+            data_loader=DataLoader(DATA, batch_size=BATCH), noise_multiplier=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_opacus_names_of_model_loader_and_accountant(wrap: bool) -> None:
+    engine = qt.PrivacyEngine("prv")
+    plain = nn.Linear(3, 2)
+    plain.bias.requires_grad_(False)
+    model, optimizer, loader, criterion = engine.make_private(
+        module=plain, optimizer=torch.optim.SGD([plain.weight], lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(DATA, batch_size=BATCH, shuffle=True, num_workers=0, drop_last=True),
+        noise_multiplier=1.5, max_grad_norm=1.0, wrap_model=wrap,
+    )  # fmt: skip
+    assert list(model.trainable_parameters()) == [plain.weight]
+    assert dict(model.trainable_named_parameters()).keys() == {"weight"}
+    assert model.to_standard_module() is plain
+    model.remove_hooks()
+    assert len(engine.accountant) == 0
+    assert engine.accountant.history == []
+    _epoch((model, optimizer, loader, criterion))
+    assert engine.accountant.history == [(1.5, BATCH / N, 3)]
+    assert len(engine.accountant) == 3
+    assert engine.accountant.mechanism() == "prv"
+    with pytest.raises(ValueError, match="no hook is needed"):
+        optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=0.1))
+    for call in (engine.accountant.step, engine.accountant.state_dict, optimizer.scale_grad):
+        with pytest.raises(ValueError, match=": "):
+            call(1)
+    assert (loader.num_workers, loader.drop_last, loader.sample_rate) == (0, True, BATCH / N)
+    assert loader.collate_fn is loader.original.collate_fn
+    assert loader.sampler is loader.original.sampler
+    assert loader.batch_sampler is loader.original.batch_sampler
+    with pytest.raises(AttributeError, match="nothing_known"):
+        _ = loader.nothing_known
+    with pytest.raises(AttributeError, match="nothing_known"):
+        _ = model.nothing_known
+    assert (optimizer.loss_reduction, optimizer.secure_mode) == ("mean", True)
+
+
+def test_a_batch_of_a_private_loop_says_what_it_is_for() -> None:
+    model = nn.Linear(3, 2)
+    loop = qt.PrivateLoop(
+        model, nn.CrossEntropyLoss(), DATA, batch_size=BATCH, steps=1, max_grad_norm=1.0, noise_multiplier=1.0
+    )
+    (batch,) = loop
+    with pytest.raises(BudgetError, match="cannot be unpacked"):
+        _x, _y = batch
+    with pytest.raises(BudgetError, match="cannot be unpacked"):
+        batch[0]
+    loop.backward(batch.to("cpu"))
 
 
 def test_all_arguments_of_opacus_are_honoured_or_refused_and_stand_in_the_table() -> None:

@@ -252,10 +252,14 @@ class Loop:
 
     @property
     def privacy(self) -> Privacy:
-        """Privacy statement of the samples so far. For a closed loop, it states what the loop was charged."""
+        """Privacy statement of the samples so far. For a closed loop, it states what the loop was charged.
+
+        Of a loop without noise ε is infinite, as :meth:`epsilon` says.
+        """
         plan, counts = self.plan, {self._slot: self.used}
         if plan.budget is None:  # nothing is charged, and nothing is proved
-            return privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
+            bare = privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
+            return replace(bare, epsilon=math.inf)
         nothing = self.event is None
         # Before the first sample one stands in, for which nothing is stated below.
         event = plan.event if plan.whole_only else plan.event_of({self._slot: 1} if nothing else counts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,22 @@ class PrivateBatch:
             "len(batch): the size of a sample is secret, and would tell who is in it. Use loop.expected_batch, "
             "which is public."
         )
+
+    def __iter__(self) -> NoReturn:
+        raise BudgetError(
+            "a PrivateBatch cannot be unpacked or read: the loop reads its records. Give it to loop.step(batch) or "
+            "loop.backward(batch); model and loss are those that the loop was made with. For `x, y = batch` use "
+            "qt.make_private."
+        )
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self.__iter__()
+
+    def to(self, *_: object, **__: object) -> PrivateBatch:
+        """The batch itself: its records go to the model's device when the loop reads them."""
+        return self
+
+    cuda = cpu = to
 
 
 class PrivateLoop(Loop):

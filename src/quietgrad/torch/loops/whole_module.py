@@ -26,6 +26,8 @@ class WholeModule:
     """A module, its parameters as the optimizer holds them, and how to make it whole."""
 
     def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"the model must be a torch module (nn.Module), not {type(module).__name__}.")
         self.module = module
         self._layers: list[Any] = [layer for layer in module.modules() if _is_fsdp(layer)]
         self.given: type[nn.Module] | None = None  # the class of a module that was made private itself

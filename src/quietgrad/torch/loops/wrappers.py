@@ -31,6 +31,7 @@ from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.distributed import process_count
 from quietgrad.torch.loops.handle_loop import HandleLoop, pieces_of
+from quietgrad.torch.loops.opacus_names import OpacusOptimizer, of_model
 from quietgrad.torch.loops.private_batch import plain
 from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.networks.trees import Args, Kwargs, ModuleState, mapped
@@ -78,7 +79,10 @@ class PrivateModule(nn.Module):
         except AttributeError:
             if name in _OWN:
                 raise
+        try:
             return getattr(self._module, name)
+        except AttributeError:
+            return of_model(self._module, name)
 
     def __getitem__(self, key: Any) -> Any:
         own: Any = self._module
@@ -123,6 +127,12 @@ class PrivateInPlace(nn.Module):
         loop = self._private
         with loop.model.as_given():
             return _called(self, loop, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return of_model(self, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and what came back to the records in hand."""
@@ -202,10 +212,9 @@ def _refuse_backward(_: Tensor) -> None:
     )
 
 
-class PrivateOptimizer(Optimizer):
+class PrivateOptimizer(OpacusOptimizer):
     """Mixin of a private optimizer. The optimizer stays an instance of its class, and schedulers work on it."""
 
-    _loop: HandleLoop
     _opt_called: bool
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -237,53 +246,6 @@ class PrivateOptimizer(Optimizer):
         self._loop.clear()
         super().zero_grad(set_to_none)
 
-    @property
-    def noise_multiplier(self) -> float:
-        """Noise ÷ C. It cannot be set: noise that is chosen on the way may follow what was seen."""
-        return self._loop.plan.noise_multiplier
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C, which cannot be set either."""
-        return self._loop.clip
-
-    @property
-    def expected_batch_size(self) -> float:
-        """The public size of a sample, which sums are divided by."""
-        return self._loop.expected_batch
-
-    @property
-    def original_optimizer(self) -> Optimizer:
-        """Opacus' name for the optimizer that was given: it is this one."""
-        return self
-
-    def attach_step_hook(self, *_: object) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError(
-            "attach_step_hook: cost is counted by the loop itself. For anything else use "
-            "optimizer.register_step_post_hook(fn), which torch has for every optimizer."
-        )
-
-    def signal_skip_step(self, *_: object, **__: object) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError(
-            "signal_skip_step: use BatchMemoryManager, which cuts a sample into pieces and steps once."
-        )
-
-    def clip_and_accumulate(self) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError("clip_and_accumulate: call optimizer.step(), which clips, adds noise and steps.")
-
-    add_noise = scale_grad = pre_step = clip_and_accumulate
-
-    @property
-    def grad_samples(self) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError(
-            "grad_samples: gradients of single records are never kept. qt.clipped_gradient_sum gives clipped sums "
-            "and norms, without noise."
-        )
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a private optimizer cannot be copied or pickled: two would share one loop. Save its state_dict()."
@@ -303,8 +265,9 @@ def made_private(optimizer: Optimizer, loop: HandleLoop) -> Optimizer:
     return optimizer
 
 
-def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+def check_kind(optimizer: object) -> None:
+    """Raise unless it is a torch optimizer that takes one dense gradient in a step."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer: must be a torch optimizer of the module's parameters, not {type(optimizer).__name__}, "
@@ -317,6 +280,11 @@ def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Non
             "LBFGS evaluates its closure many times in a step, and each would be a release: use SGD, Adam or "
             "another optimizer that needs one gradient in a step."
         )
+
+
+def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+    check_kind(optimizer)
     own = {id(param) for param in params}
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", range(len(group["params"])))
@@ -342,9 +310,20 @@ class PrivateLoader:
         self.dataset: Any = loader.dataset
         self._iterators = 0
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the given loader has: its sampler, workers and ``collate_fn``; setting them changes nothing."""
+        if name in ("original", "loop"):
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
     @property
     def privacy(self) -> Privacy:
         return self.loop.privacy
+
+    @property
+    def sample_rate(self) -> float:
+        """Opacus' name for the probability of a record to be in a sample: its public size over n."""
+        return self.loop.expected_batch / self.loop.plan.n_public
 
     @property
     def batch_size(self) -> float:
@@ -432,6 +411,11 @@ def read_loader(
     deals the records out by rank, so a sample is as large as the batches of all ranks.
     """
     loader = loader.original if isinstance(loader, PrivateLoader) else loader
+    if not all(hasattr(loader, name) for name in ("dataset", "batch_sampler", "collate_fn")):
+        raise TypeError(
+            f"data_loader: must be a torch DataLoader, not {type(loader).__name__}, e.g. DataLoader(data, "
+            "batch_size=64, shuffle=True)."
+        )
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         if loader.batch_size is None:
