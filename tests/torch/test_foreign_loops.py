@@ -7,8 +7,9 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from torch.utils.data import (
 
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.torch.loops.handle_loop import pieces_of
 from quietgrad.torch.loops.pending_gradient import PendingGradient
+from quietgrad.torch.networks.randomness import RecordSeeds
 
 N, BATCH = 60, 20
 X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2
@@ -41,11 +44,16 @@ def made(loader: Any = None, optimizer: Any = torch.optim.SGD, **settings: Any) 
     )  # fmt: skip
 
 
-def trained(settings: dict[str, Any], step: Callable[[Any, Any, Callable[[], Any]], Any]) -> list[Tensor]:
+def trained(
+    settings: dict[str, Any], step: Callable[[Any, Any, Callable[[], Any]], Any], most: int | None = None
+) -> list[Tensor]:
     """Parameters after an epoch of ``step(model, optimizer, loss)``, with fixed noise."""
     with pytest.warns(UserWarning, match="seed"):
         model, optimizer, loader, criterion = made(seed=1, **settings)
-    for x, y in loader:
+    batches = loader
+    if most is not None:
+        batches = qt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=most, optimizer=optimizer)
+    for x, y in batches:
         optimizer.zero_grad()
 
         def loss(x: Any = x, y: Any = y) -> Any:
@@ -88,6 +96,23 @@ def logged_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
     optimizer.step()
 
 
+def clipped_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    loss().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    nn.utils.clip_grad_value_(model.parameters(), 5e-3)
+    optimizer.step()
+
+
+def scaled_and_clipped_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    nn.utils.clip_grad_value_(model.parameters(), 5e-3)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def scaled_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss()).backward()
@@ -101,6 +126,32 @@ def test_a_step_of_another_shape_is_the_plain_step(step: Any) -> None:
     wanted, made_so = trained({}, plain_step), trained({}, step)
     for one, other in zip(wanted, made_so, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:a private batch")
+@pytest.mark.parametrize(
+    ("step", "whole"),
+    [(plain_step, plain_step), (clipped_step, clipped_step), (closure_step, plain_step), (scaled_step, plain_step),
+     (scaled_and_clipped_step, clipped_step)],
+)  # fmt: skip
+def test_in_pieces_of_a_sample_what_asks_for_gradients_waits_for_the_last_one(step: Any, whole: Any) -> None:
+    wanted, made_so = trained({}, whole), trained({}, step, most=4)
+    for one, other in zip(wanted, made_so, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_are_full_and_a_record_less_moves_few_others() -> None:
+    assert [pieces_of(most, size) for most, size in ((8, 64.0), (32, 256.0), (64, 256.0))] == [12, 10, 5]
+    moved = []
+    for seed in range(40):
+        keys = RecordSeeds(bytes([seed]) * 32, np.arange(64))
+        parts = keys.dealt(12, 8)
+        assert sorted(np.concatenate(parts)) == list(range(64))
+        assert max(map(len, parts)) <= 8
+        fewer = RecordSeeds(keys.key, np.arange(63)).dealt(12, 8)
+        moved.append(sum({*one} - {63} != {*other} for one, other in zip(parts, fewer, strict=True)))
+    assert np.mean(moved) < 1.5  # of 12 pieces
+    assert max(map(len, RecordSeeds(bytes(32), np.arange(100)).dealt(12, 8))) == 9  # four deviations and more
 
 
 def test_what_is_read_before_a_step_is_one_release_and_can_be_clipped() -> None:
@@ -156,7 +207,9 @@ def test_within_pieces_of_a_sample_there_is_no_gradient_to_read() -> None:
         x, y = next(batches)
         criterion(model(x), y).backward()
         with pytest.raises(BudgetError, match="before the last piece of a sample there is none yet"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model[0].weight.grad.norm()
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+        assert not loader.loop._pieces
 
 
 @pytest.mark.filterwarnings("ignore:a private batch")
@@ -413,7 +466,7 @@ def test_the_verbs_take_what_the_engine_takes() -> None:
         made(loader=[(X, Y)])
     with pytest.raises(TypeError, match=r"must be a torch module \(nn\.Module\), not function"):
         qt.make_private(
-            module=lambda x: x, optimizer=torch.optim.SGD([nn.Parameter(X)], lr=0.1), max_grad_norm=1.0,
+            module=cast(Any, lambda x: x), optimizer=torch.optim.SGD([nn.Parameter(X)], lr=0.1), max_grad_norm=1.0,
             data_loader=DataLoader(DATA, batch_size=BATCH), noise_multiplier=1.0,
         )  # fmt: skip
 
@@ -461,7 +514,7 @@ def test_a_batch_of_a_private_loop_says_what_it_is_for() -> None:
     )
     (batch,) = loop
     with pytest.raises(BudgetError, match="cannot be unpacked"):
-        _x, _y = batch
+        tuple(batch)
     with pytest.raises(BudgetError, match="cannot be unpacked"):
         batch[0]
     loop.backward(batch.to("cpu"))

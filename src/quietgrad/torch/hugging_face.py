@@ -84,9 +84,7 @@ def _read_privacy(privacy: object) -> dict[str, Any]:
         if name not in known and name not in _TARGETS:
             near = difflib.get_close_matches(str(name), [*known, *_TARGETS], 1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"privacy: has no setting {name!r}.{meant} It takes {', '.join([*_TARGETS, *known])}."
-            )
+            raise ValueError(f"privacy: has no setting {name!r}.{meant} It takes {', '.join([*_TARGETS, *known])}.")
     if not {"target_epsilon", "budget", "noise_multiplier"} & set(privacy):
         raise ValueError("privacy: give target_epsilon (and target_delta), a budget, or a noise_multiplier.")
     return dict(privacy)

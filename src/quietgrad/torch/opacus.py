@@ -21,7 +21,7 @@ from quietgrad.core.session.clipping import Clipping, PerLayer, read_clipping
 from quietgrad.methods.custom_loop import LoopSampling
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
 from quietgrad.torch.layers import ModuleValidator
-from quietgrad.torch.loops.base import LoopTerms, epsilon_of, finite_clip
+from quietgrad.torch.loops.base import LoopTerms, finite_clip
 from quietgrad.torch.loops.distributed import unwrapped
 from quietgrad.torch.loops.handle_loop import HandleLoop, PrivateCriterion
 from quietgrad.torch.loops.whole_module import WholeModule
@@ -42,6 +42,7 @@ from quietgrad.torch.opacus_arguments import Accountant, read_opacus_arguments
 
 if TYPE_CHECKING:
     from quietgrad.core.ledger.ledger import Ledger
+
 
 def make_private_with_epsilon(
     *,

@@ -54,8 +54,8 @@ def read_opacus_arguments(given: dict[str, Any]) -> bool:
         )
     if settings.pop("noise_generator", None) is not None:
         raise ValueError(
-            "noise_generator: numbers of torch's generators can be predicted and subtracted; noise is AES-256 here. "
-            "For tests that repeat use seed=, which says that nothing is private."
+            "noise_generator: numbers of torch's generators can be predicted and subtracted; noise is AES-256 "
+            "here. For tests that repeat use seed=, which says that nothing is private."
         )
     if settings:
         raise TypeError(f"make_private() got an unexpected keyword argument {next(iter(settings))!r}")
@@ -116,8 +116,8 @@ class Accountant:
     def state_dict(self, *_: object, **__: object) -> NoReturn:
         """Not here: raises, with what to use."""
         raise ValueError(
-            "accountant.state_dict: the ledger keeps what was spent, for all programs; give make_private ledger= and "
-            "account=. A loop that goes on after a crash is qt.PrivateLoop(folder=)."
+            "accountant.state_dict: the ledger keeps what was spent, for all programs; give make_private ledger= "
+            "and account=. A loop that goes on after a crash is qt.PrivateLoop(folder=)."
         )
 
     load_state_dict = state_dict

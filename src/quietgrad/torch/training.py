@@ -31,6 +31,7 @@ from quietgrad.torch.loops.distributed import (
     broadcast_from_leader,
     is_distributed,
     is_leader,
+    read_by_all,
     unwrapped,
 )
 from quietgrad.torch.loops.shared_fit import SharedFit
@@ -294,7 +295,7 @@ class _Training:
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
         self._values = self.shards.gather()
         with self.shards.whole(self._values), modes_kept(model, training=True):
-            self.examples = self.objective.prepare(data)
+            self.examples = read_by_all(lambda: self.objective.prepare(data))
 
     def train(self, run: Callable[[Callback], Result]) -> Result:
         """Train the model, call the callbacks, and leave the parameters in the model."""

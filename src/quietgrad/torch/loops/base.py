@@ -288,6 +288,7 @@ class Loop:
 
     def draw(self) -> PendingRelease:
         """The next sample, which counts from here on."""
+        self.model.refuse_later_shards()
         if self.handed_out >= self.total:
             raise ExhaustedError(self.refusal())
         drawn: PendingRelease = self._session.draw(self._slot)

@@ -43,6 +43,7 @@ from quietgrad.torch.loops.distributed import (
     broadcast_loop_key,
     is_distributed,
     is_leader,
+    read_by_all,
     unwrapped,
 )
 from quietgrad.torch.loops.shards import ShardedCurator
@@ -271,9 +272,8 @@ class PrivateLoop(Loop):
             cap=cap, seed=seed, clipping=read_clipping(clipping), curator=ShardedCurator if sharded else
             SharedCurator, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         )  # fmt: skip
-        asked = with_privacy_unit(
-            objective, read_stream(data, n_public, terms.relation), person, PersonRule(combine, records_per_person)
-        )
+        records = read_by_all(lambda: read_stream(data, n_public, terms.relation))
+        asked = with_privacy_unit(objective, records, person, PersonRule(combine, records_per_person))
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
         # Some processes may have callbacks and others none.

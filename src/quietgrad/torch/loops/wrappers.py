@@ -34,6 +34,7 @@ from quietgrad.torch.loops.handle_loop import HandleLoop, pieces_of
 from quietgrad.torch.loops.opacus_names import OpacusOptimizer, of_model
 from quietgrad.torch.loops.private_batch import plain
 from quietgrad.torch.loops.streams import read_stream
+from quietgrad.torch.loops.whole_module import is_shard
 from quietgrad.torch.networks.trees import Args, Kwargs, ModuleState, mapped
 
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -161,7 +162,8 @@ class PrivateInPlace(nn.Module):
 
 def _reduced(module: nn.Module, protocol: SupportsIndex) -> Any:
     """How the plain module is pickled in the place of a private one."""
-    made, *rest = module.__reduce_ex__(protocol)
+    pickled: Any = module.__reduce_ex__(protocol)
+    made, *rest = pickled
     # Pickle would look for the class of the private one.
     return (object.__new__ if made is copyreg.__newobj__ else made, *rest)  # type: ignore[attr-defined]
 
@@ -285,15 +287,17 @@ def check_kind(optimizer: object) -> None:
 def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
     """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
     check_kind(optimizer)
-    own = {id(param) for param in params}
+    known = list(params)
+    own, in_shards = {id(param) for param in known}, any(is_shard(param) for param in known)
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", range(len(group["params"])))
         for name, param in zip(names, group["params"], strict=True):
             if id(param) not in own:
+                late = " If it was made before fully_shard, which puts other parameters in: make it afterwards."
                 raise ValueError(
                     f"the optimizer holds parameters of another module: {name!r} of its group {number}, of shape "
                     f"{tuple(param.shape)}. Their gradients would not be private, and nothing was stepped. Make "
-                    "one module of all that is trained and give it to make_private."
+                    f"one module of all that is trained and give it to make_private.{late if in_shards else ''}"
                 )
 
 
