@@ -37,10 +37,10 @@ class Privacy:
     It is (ε, δ) under a neighbouring relation, for a privacy unit, against an adversary.
 
     ``epsilon`` is ``None`` if the run added no noise, and infinite for a custom loop without noise. ``is_private``
-    is also false if its randomness was seeded, or if a paper's noise was used only to reproduce it; the first of the
-    ``notes`` then says so. ``unit`` is the privacy unit: a record, a person with all their records, or a party with
-    all it holds. ``condition`` is the sentence under which ε holds if code that cannot be checked has a part in it,
-    else ``None``.
+    is false also if its randomness was seeded, or if a paper's noise was used only to reproduce it; the first of
+    the ``notes`` then says so. ``unit`` is the privacy unit: a record, a person with all their records, or a party
+    with all it holds. ``condition`` is the sentence under which ε holds if code that cannot be checked has a part
+    in it, else ``None``.
     """
 
     epsilon: float | None
