@@ -90,7 +90,8 @@ class Engine:
 
     def __init__(self, model: Any, optimizer: Any, loader: Any, loss: Any, scheduler: Any = None) -> None:
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        self.loss, self.scheduler, self.history = loss, scheduler, []
+        self.loss, self.scheduler = loss, scheduler
+        self.history: list[float] = []
         self.hooks: dict[str, list[Callable[..., Any]]] = {"epoch": [], "step": []}
 
     def train(self, epochs: int) -> None:
@@ -455,7 +456,8 @@ def contrastive_loss(model: nn.Module, data: Any) -> Any:
 @shape("mlp", "cnn")
 def averaged_model_and_swa(model: nn.Module, data: Any) -> Any:
     model, optimizer, loader, criterion = private(model, data)
-    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    averages: Any = torch.optim.swa_utils
+    mean = averages.AveragedModel(model, multi_avg_fn=averages.get_ema_multi_avg_fn(0.9))
     schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01)
     for x, y in loader:
         optimizer.zero_grad()
@@ -496,17 +498,17 @@ def frozen_trunk_then_whole(model: nn.Module, data: Any) -> Any:
     for param in model.parameters():
         param.requires_grad_(False)
     layers[-1].requires_grad_(True)
-    engine, told = qt.PrivacyEngine(), None
+    engine, told = qt.PrivacyEngine(), []
     for _ in range(2):
         trained = [param for param in model.parameters() if param.requires_grad]
-        model, optimizer, loader, criterion = engine.make_private(
+        own, optimizer, loader, criterion = engine.make_private(
             module=model, optimizer=torch.optim.SGD(trained, lr=0.1), max_grad_norm=1.0, noise_multiplier=1.0,
             data_loader=DataLoader(data, batch_size=BATCH), criterion=nn.CrossEntropyLoss(),
         )  # fmt: skip
-        told = epoch((model, optimizer, loader, criterion))
-        model = model.to_standard_module().requires_grad_(True)
-    assert engine.get_epsilon(1e-5) > told.epsilon
-    return told
+        told.append(epoch((own, optimizer, loader, criterion)))
+        model = own.to_standard_module().requires_grad_(True)
+    assert engine.get_epsilon(1e-5) > told[-1].epsilon
+    return told[-1]
 
 
 @shape("mlp")
