@@ -117,6 +117,14 @@ def refusals(rank: int) -> dict[str, str]:
             loss.backward()
             optimizer.step()
 
+    def people_in_pieces() -> None:
+        model = network("shards")
+        _, optimizer, loader = qt.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), person=[k // 3 for k in range(61)],
+            data_loader=DataLoader(TensorDataset(X, Y), batch_size=5), noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+        next(iter(qt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer)))
+
     def fitted() -> None:
         qt.fit(
             network("plain"), nn.CrossEntropyLoss(), (X[ends], Y[ends]), qg.DPSGD(steps=2, batch_size=20),
@@ -128,6 +136,7 @@ def refusals(rank: int) -> dict[str, str]:
         "an empty shard": lambda: own_loop((X[ends], Y[ends])),
         "an empty stream": lambda: own_loop(Rows(0 if rank else 61)),
         "an empty fit": fitted,
+        "people in pieces": people_in_pieces,
         "optimizer before shards": lambda: late(optimizer_first=True),
         "shards after make_private": lambda: late(optimizer_first=False),
         "shards after make_private, in place": lambda: late(optimizer_first=False, wrap=False),
@@ -181,6 +190,7 @@ def test_where_one_process_cannot_go_on_all_end_in_words(ranks: list[dict[Any, A
         assert "another process cannot read its data" in first[name], name
         assert any(words in second[name] for words in ("empty", "no record", "at least 1"))
     for said in (first, second):
+        assert "Give records_per_person" in said["people in pieces"]
         assert "made before fully_shard" in said["optimizer before shards"]
         assert "Shard first" in said["shards after make_private"]
         assert "Shard first" in said["shards after make_private, in place"]

@@ -124,11 +124,16 @@ class HandleLoop(Loop):
         """The next sample: whole, or in pieces of whole people with at most ``most`` records."""
         if self._drawn is not None and self._has_gradient:
             self.write_gradients()  # a sample of its own, whose gradient is added to the next one's
+        bound = None if self._people is None else self._people.rule.records_per_person
+        if most is not None and self._people is not None and bound is None and self.model.in_shards:
+            raise ValueError(
+                "BatchMemoryManager: the pieces of people without a bound on their records differ in number by "
+                "process, and all processes of a sharded module make each together. Give records_per_person."
+            )
         expected = self.expected_batch / process_count()
         self._drawn = self.draw()
         self._pieces = []
         sample = self._sample(self._drawn)
-        bound = None if self._people is None else self._people.rule.records_per_person
         pieces = [sample] if most is None else _pieces(sample, most, expected, bound)
         for number, piece in enumerate(pieces):
             self.partial = number + 1 < len(pieces)
