@@ -26,7 +26,7 @@ from benchmarks.scripts import BATCH, CLASSES, SHAPES, N, Script, epoch, private
 _RUNS: dict[str, Script] = {}
 
 
-def two_processes(*models: str) -> Callable[[Script], Script]:
+def two_processes(*models: str, expected: str = "runs") -> Callable[[Script], Script]:
     """A script that two processes run at once; what one of them raises is raised."""
 
     def register(run: Script) -> Script:
@@ -47,7 +47,7 @@ def two_processes(*models: str) -> Callable[[Script], Script]:
             assert first[0].epsilon == second[0].epsilon
             return first[0]
 
-        return shape(*models)(started)
+        return shape(*models, expected=expected)(started)
 
     return register
 
@@ -181,6 +181,73 @@ def fsdp2_frozen_base(model: nn.Module, data: Any) -> Any:
     sharded = _sharded(Headed())
     optimizer = torch.optim.AdamW(sharded.head.parameters(), lr=1e-2)
     return epoch(private(sharded, data, optimizer=optimizer))
+
+
+def _clipped(model: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _scaled(made: Any) -> Any:
+    model, optimizer, loader, criterion = made
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in loader:
+        optimizer.zero_grad()
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        _clipped(model)
+        scaler.step(optimizer)
+        scaler.update()
+    return loader.privacy
+
+
+def _in_pieces(made: Any, train: Callable[[Any], Any]) -> Any:
+    model, optimizer, loader, criterion = made
+
+    class Pieces(qt.BatchMemoryManager):
+        privacy = property(lambda self: loader.privacy)
+
+    return train(
+        (model, optimizer, Pieces(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer), criterion)
+    )
+
+
+def _ddp(model: nn.Module, data: Any) -> Any:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    sampler: Any = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=BATCH // 2, sampler=sampler)
+    made = private(wrapped, data, optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1), loader=loader)
+    made[2].sampler.set_epoch(1)
+    return made
+
+
+def _fsdp(model: nn.Module, data: Any) -> Any:
+    sharded = _sharded(model)
+    return private(sharded, data, optimizer=torch.optim.SGD(sharded.parameters(), lr=0.1))
+
+
+@two_processes("mlp", "cnn")
+def ddp_clipped(model: nn.Module, data: Any) -> Any:
+    return epoch(_ddp(model, data), _clipped)
+
+
+@two_processes("mlp", expected="runs, conditional")
+def ddp_scaled_and_clipped(model: nn.Module, data: Any) -> Any:
+    return _scaled(_ddp(model, data))
+
+
+@two_processes("mlp")
+def ddp_clipped_in_pieces(model: nn.Module, data: Any) -> Any:
+    return _in_pieces(_ddp(model, data), lambda made: epoch(made, _clipped))
+
+
+@two_processes("mlp", "cnn")
+def fsdp2_clipped(model: nn.Module, data: Any) -> Any:
+    return epoch(_fsdp(model, data), _clipped)
+
+
+@two_processes("mlp", expected="runs, conditional")
+def fsdp2_scaled_in_pieces(model: nn.Module, data: Any) -> Any:
+    return _in_pieces(_fsdp(model, data), _scaled)
 
 
 assert set(_RUNS) <= set(SHAPES)

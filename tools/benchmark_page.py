@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (the texts of pages are as wide as other pages)
-"""Write docs/benchmarks.md, the README's five numbers and copied cells from the JSON files of benchmarks and reproductions.
+"""Write docs/benchmarks.md, the README's five numbers and copied cells and sentences from the JSON files of benchmarks and reproductions.
 
 ``python tools/benchmark_page.py`` reads ``benchmarks/results`` and ``reproduce/results`` and writes them. No number is
 typed: every one is a named cell of a file, rounded here. ``tests/docs/test_numbers.py`` compares what is committed with
@@ -15,11 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import network_costs
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLES = ROOT / "docs" / "benchmarks-tables.md"
 README = ROOT / "README.md"
 COMING_FROM = ROOT / "docs" / "coming-from.md"
+TORCH_MORE = ROOT / "docs" / "torch-more.md"
 BEGIN, END = "<!-- numbers: python tools/benchmark_page.py -->\n", "<!-- end of numbers -->\n"
 
 
@@ -377,19 +380,6 @@ def wide() -> list[str]:
     ]
 
 
-def zoo() -> str:
-    """Models that users train."""
-    models = read("zoo")["models"]
-    rows = []
-    for name, found in sorted(models.items()):
-        if not name.endswith(", LoRA"):
-            lora = models.get(f"{name}, LoRA")
-            beside = f"{lora['dp-sgd']:.2f} / {lora['dp-srm']:.2f}" if lora else "–"
-            peer = "does not run it" if found["opacus"] is None else f"{found['opacus']:.2f}"
-            rows.append([name, f"{found['dp-sgd']:.2f}", peer, f"{found['dp-srm']:.2f}", beside])
-    return grid("model | DP-SGD | Opacus' hooks | DP-SRM | with LoRA, DP-SGD / DP-SRM", rows)
-
-
 # ---- parties ----------------------------------------------------------------------------------------------------
 
 
@@ -592,14 +582,20 @@ run. δ = 10⁻⁵ unless a row says otherwise. More detail: [tables and rivals]
 ## Models that users train
 
 A private step ÷ a plain SGD step. Models are small random configurations with 110 000 to 660 000 parameters
-(ResNet-18: 11 million), batch {read("zoo")["batch"]}, one thread, CPU time. Images are 64 × 64, texts have 48 tokens. Noise and sums cost the
-same per parameter, so smaller inputs and larger models cost relatively more. Two runs on one machine differ by up to a
-fifth. The goal is 1.6 for DP-SGD and 3 for DP-SRM; rows above it miss the goal ({file("zoo")}). Texts of different
-lengths take different branches of a model, so that a step of theirs is several smaller passes; ResNet-18 pays for the
-noise of 11 million numbers at a batch of 32. Opacus draws its noise by torch.randn, which is cheaper and not
+(ResNet-18: 11 million), one thread, CPU time. Images are 64 × 64, texts have 48 tokens. Noise and sums cost the
+same per parameter, so smaller batches and inputs and larger models cost relatively more. Two runs on one machine differ by up to a
+fifth. Texts of different lengths take different branches of a model, so that a step of theirs is several smaller passes;
+ResNet-18 pays for the noise of 11 million numbers. Opacus draws its noise by torch.randn, which is cheaper and not
 cryptographic.
 
-{zoo()}
+{network_costs.zoo(read, grid, file)}
+
+## Memory of a step
+
+Peak memory of a whole step over a plain SGD step's, each in a process of its own ({file("memory_steps")}). The goal is
+{network_costs.MEMORY:g} for DP-SGD.
+
+{network_costs.memory(read, grid)}
 
 ## Where quietgrad loses
 
@@ -610,7 +606,7 @@ cryptographic.
   quietgrad's Laplace noise is continuous, which is 4 %, and the private number of records takes 1 % of ε ({file("groups")}).
 - Means of heavy tails without declared bounds: the range that is found cuts the tail, and the interval is for the
   mean after this cut.
-- ResNet-18, MobileNetV2 and LSTM steps cost more than the goal.
+{chr(10).join(f"- {sentence}" for sentence in network_costs.losses(read, file))}
 
 ```{{toctree}}
 :hidden:
@@ -719,7 +715,7 @@ def readme() -> str:
 
 
 def coming_from() -> str:
-    """docs/coming-from.md with the measured cells of its table about Flower made anew."""
+    """docs/coming-from.md with its sentence about whole steps and the cells of its table about Flower made anew."""
     sums, network = thousand(), rounds()
     party, _, server = sums[1].partition(" / ")
     own = network[1].partition(";")[0].removeprefix("TLS 1.3: ")
@@ -730,7 +726,9 @@ def coming_from() -> str:
         "rounds over gRPC": f"rounds of {own} of CPU, of all processes together, for {sizes} numbers with TLS 1.3; or on "
         f"your Flower, [as an app](flower.md) ({file('federation_network')})",
     }
-    text = COMING_FROM.read_text(encoding="utf-8")
+    text = network_costs.with_sentence(
+        COMING_FROM.read_text(encoding="utf-8"), network_costs.STEPS_PATTERN, network_costs.steps_sentence(read)
+    )
     for name, cell in cells.items():
         text, made = re.subn(
             rf"^\| {re.escape(name)} \| .* \|$", lambda _, n=name, c=cell: f"| {n} | {c} |", text, flags=re.M
@@ -739,8 +737,16 @@ def coming_from() -> str:
     return text
 
 
+def torch_more() -> str:
+    """docs/torch-more.md with what a recorded program could save."""
+    return network_costs.with_sentence(
+        TORCH_MORE.read_text(encoding="utf-8"), network_costs.REPLAY_PATTERN, network_costs.replay(read)
+    )
+
+
 if __name__ == "__main__":
-    COMING_FROM.write_text(coming_from(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     TABLES.write_text(tables(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")
+    COMING_FROM.write_text(coming_from(), encoding="utf-8")
+    TORCH_MORE.write_text(torch_more(), encoding="utf-8")

@@ -30,6 +30,7 @@ def test_the_pages_are_written_from_the_files() -> None:
     assert benchmark_page.TABLES.read_text(encoding="utf-8") == benchmark_page.tables(), hint
     assert benchmark_page.README.read_text(encoding="utf-8") == benchmark_page.readme(), hint
     assert benchmark_page.COMING_FROM.read_text(encoding="utf-8") == benchmark_page.coming_from(), hint
+    assert benchmark_page.TORCH_MORE.read_text(encoding="utf-8") == benchmark_page.torch_more(), hint
 
 
 def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +40,27 @@ def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(benchmark_page, "read", lambda name: changed if name == "accounting" else kept(name))
     assert "0.099 s CPU" in benchmark_page.page()
     assert benchmark_page.README.read_text(encoding="utf-8") != benchmark_page.readme()
+
+
+def test_models_are_shown_at_batches_of_64_once_all_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every row above its goal, or above Opacus, is among the losses."""
+    small = json.loads(json.dumps(benchmark_page.read("zoo")))
+    whole = {"parameters": 1, "sgd_cpu_ms": 1.0, "dp-sgd": 1.2, "dp-srm": 2.0, "opacus": None, "opacus_by": None}
+    large: dict[str, Any] = {"batch": 64, "models": {n: dict(whole) for n in small["models"] if "LoRA" not in n}}
+    large["models"]["BERT"] |= {"dp-sgd": 1.36, "dp-srm": 2.41, "opacus": 1.35, "opacus_by": "functorch"}
+    large["models"]["LSTM language model"]["dp-sgd"] = 1.89
+    files = {"zoo": small, "zoo_64": large}
+    kept = benchmark_page.read
+    monkeypatch.setattr(benchmark_page, "read", lambda name: files.get(name) or kept(name))
+    page = benchmark_page.page()
+    assert "Batches of 64, all parameters trained (`benchmarks/results/zoo_64.json`)" in page
+    assert "Batches of 32, with LoRA adapters alone trained (`benchmarks/results/zoo.json`)" in page
+    assert "| BERT | 1.36 | 1.35 (functorch) | 2.41 |" in page
+    assert "at batches of 64: BERT 1.36 (1.35) (`benchmarks/results/zoo_64.json`)" in page
+    assert "at batches of 64: BERT 2.41 (2.40) (`benchmarks/results/zoo_64.json`)" in page
+    assert "BERT 1.35 (here 1.36)" in page
+    del large["models"]["T5"]
+    assert "Batches of 32, all parameters trained" in benchmark_page.page()
 
 
 def test_the_readme_has_no_other_measurements() -> None:

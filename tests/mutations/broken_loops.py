@@ -12,7 +12,7 @@ import torch.distributed as dist
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.curator import CentralSession
 from quietgrad.core.session.queries import GradientQuery
-from quietgrad.torch import opacus
+from quietgrad.torch import opacus_arguments
 from quietgrad.torch.loops import base as loops
 from quietgrad.torch.loops import distributed, handle_loop, private_loop
 from quietgrad.torch.loops import wrappers as loop_wrappers
@@ -85,7 +85,7 @@ def ledgers_are_not_told(patch: Patch) -> None:
 
 def last_loop_only(patch: Patch) -> None:
     """An engine forgets its earlier loops."""
-    patch.setattr(opacus, "epsilon_of", lambda loops, delta: loops_epsilon(loops[-1:], delta))
+    patch.setattr(opacus_arguments, "epsilon_of", lambda loops, delta: loops_epsilon(loops[-1:], delta))
 
 
 loops_epsilon = loops.epsilon_of

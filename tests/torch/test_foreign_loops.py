@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,9 @@ from torch.utils.data import (
 
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.torch.loops.handle_loop import pieces_of
 from quietgrad.torch.loops.pending_gradient import PendingGradient
+from quietgrad.torch.networks.randomness import RecordSeeds
 
 N, BATCH = 60, 20
 X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2
@@ -40,11 +44,16 @@ def made(loader: Any = None, optimizer: Any = torch.optim.SGD, **settings: Any) 
     )  # fmt: skip
 
 
-def trained(settings: dict[str, Any], step: Callable[[Any, Any, Callable[[], Any]], Any]) -> list[Tensor]:
+def trained(
+    settings: dict[str, Any], step: Callable[[Any, Any, Callable[[], Any]], Any], most: int | None = None
+) -> list[Tensor]:
     """Parameters after an epoch of ``step(model, optimizer, loss)``, with fixed noise."""
     with pytest.warns(UserWarning, match="seed"):
         model, optimizer, loader, criterion = made(seed=1, **settings)
-    for x, y in loader:
+    batches = loader
+    if most is not None:
+        batches = qt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=most, optimizer=optimizer)
+    for x, y in batches:
         optimizer.zero_grad()
 
         def loss(x: Any = x, y: Any = y) -> Any:
@@ -87,6 +96,23 @@ def logged_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
     optimizer.step()
 
 
+def clipped_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    loss().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    nn.utils.clip_grad_value_(model.parameters(), 5e-3)
+    optimizer.step()
+
+
+def scaled_and_clipped_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    nn.utils.clip_grad_value_(model.parameters(), 5e-3)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def scaled_step(model: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss()).backward()
@@ -100,6 +126,32 @@ def test_a_step_of_another_shape_is_the_plain_step(step: Any) -> None:
     wanted, made_so = trained({}, plain_step), trained({}, step)
     for one, other in zip(wanted, made_so, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:a private batch")
+@pytest.mark.parametrize(
+    ("step", "whole"),
+    [(plain_step, plain_step), (clipped_step, clipped_step), (closure_step, plain_step), (scaled_step, plain_step),
+     (scaled_and_clipped_step, clipped_step)],
+)  # fmt: skip
+def test_in_pieces_of_a_sample_what_asks_for_gradients_waits_for_the_last_one(step: Any, whole: Any) -> None:
+    wanted, made_so = trained({}, whole), trained({}, step, most=4)
+    for one, other in zip(wanted, made_so, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_are_full_and_a_record_less_moves_few_others() -> None:
+    assert [pieces_of(most, size) for most, size in ((8, 64.0), (32, 256.0), (64, 256.0))] == [12, 10, 5]
+    moved = []
+    for seed in range(40):
+        keys = RecordSeeds(bytes([seed]) * 32, np.arange(64))
+        parts = keys.dealt(12, 8)
+        assert sorted(np.concatenate(parts)) == list(range(64))
+        assert max(map(len, parts)) <= 8
+        fewer = RecordSeeds(keys.key, np.arange(63)).dealt(12, 8)
+        moved.append(sum({*one} - {63} != {*other} for one, other in zip(parts, fewer, strict=True)))
+    assert np.mean(moved) < 1.5  # of 12 pieces
+    assert max(map(len, RecordSeeds(bytes(32), np.arange(100)).dealt(12, 8))) == 9  # four deviations and more
 
 
 def test_what_is_read_before_a_step_is_one_release_and_can_be_clipped() -> None:
@@ -155,7 +207,9 @@ def test_within_pieces_of_a_sample_there_is_no_gradient_to_read() -> None:
         x, y = next(batches)
         criterion(model(x), y).backward()
         with pytest.raises(BudgetError, match="before the last piece of a sample there is none yet"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model[0].weight.grad.norm()
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+        assert not loader.loop._pieces
 
 
 @pytest.mark.filterwarnings("ignore:a private batch")
@@ -303,8 +357,9 @@ def test_a_stream_of_public_length_is_read_once() -> None:
     loader = _epoch(made(DataLoader(SizedStream(), batch_size=BATCH), epochs=1, sampling="single-pass"))
     assert loader.loop.plan.n_public == N
     assert "Parallel" in repr(loader.loop.plan.event)
-    seen = made(DataLoader(Stream(), batch_size=BATCH), n_public=40)[2].loop
-    assert (seen.plan.n_public, len(seen._examples)) == (40, 40)
+    for relation, read in (("add-remove", N), ("replace-one", 40)):
+        seen = made(DataLoader(Stream(), batch_size=BATCH), n_public=40, relation=relation)[2].loop
+        assert (seen.plan.n_public, len(seen._examples)) == (40, read)
     loop = qt.PrivateLoop(
         nn.Linear(3, 2), nn.CrossEntropyLoss(), SizedStream(), batch_size=10, steps=6, max_grad_norm=1.0,
         noise_multiplier=1.0, sampling="single-pass",
@@ -340,8 +395,9 @@ def test_a_loop_without_noise_is_not_private_and_says_so(epochs: int | None) -> 
     stated = loader.privacy
     assert str(stated) == "NOT PRIVATE"
     assert not stated.is_private
-    assert stated.epsilon is None
-    assert loader.loop.epsilon(1e-5) == math.inf
+    assert stated.epsilon == loader.loop.epsilon(1e-5) == math.inf
+    assert f"{stated.epsilon:.2f}" == "inf"
+    assert dict(stated.facts())["privacy"] == "NOT PRIVATE"
     with pytest.raises(ValueError, match="is not kept"):
         qt.PrivateLoop(
             nn.Linear(3, 2), nn.CrossEntropyLoss(), (X, Y), batch_size=10, steps=2, max_grad_norm=1.0,
@@ -395,6 +451,73 @@ def engine_made(**settings: Any) -> Any:
 def test_an_argument_of_opacus_that_has_no_place_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         engine_made(**{name: REFUSED[name]})
+    with pytest.raises(ValueError, match=name):
+        made(**{name: REFUSED[name]})
+
+
+def test_the_verbs_take_what_the_engine_takes() -> None:
+    private = made(grad_sample_mode="ghost", noise_generator=None, batch_first=True, rand_on_empty=False)
+    assert isinstance(private[2], nn.Module)  # the criterion, in Opacus' order
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        made(foo=1)
+    with pytest.raises(TypeError, match="data_loader: must be a torch DataLoader, not TensorDataset"):
+        made(loader=DATA)
+    with pytest.raises(TypeError, match="data_loader: must be a torch DataLoader, not list"):
+        made(loader=[(X, Y)])
+    with pytest.raises(TypeError, match=r"must be a torch module \(nn\.Module\), not function"):
+        qt.make_private(
+            module=cast(Any, lambda x: x), optimizer=torch.optim.SGD([nn.Parameter(X)], lr=0.1), max_grad_norm=1.0,
+            data_loader=DataLoader(DATA, batch_size=BATCH), noise_multiplier=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_opacus_names_of_model_loader_and_accountant(wrap: bool) -> None:
+    engine = qt.PrivacyEngine("prv")
+    plain = nn.Linear(3, 2)
+    plain.bias.requires_grad_(False)
+    model, optimizer, loader, criterion = engine.make_private(
+        module=plain, optimizer=torch.optim.SGD([plain.weight], lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(DATA, batch_size=BATCH, shuffle=True, num_workers=0, drop_last=True),
+        noise_multiplier=1.5, max_grad_norm=1.0, wrap_model=wrap,
+    )  # fmt: skip
+    assert list(model.trainable_parameters()) == [plain.weight]
+    assert dict(model.trainable_named_parameters()).keys() == {"weight"}
+    assert model.to_standard_module() is plain
+    model.remove_hooks()
+    assert len(engine.accountant) == 0
+    assert engine.accountant.history == []
+    _epoch((model, optimizer, loader, criterion))
+    assert engine.accountant.history == [(1.5, BATCH / N, 3)]
+    assert len(engine.accountant) == 3
+    assert engine.accountant.mechanism() == "prv"
+    with pytest.raises(ValueError, match="no hook is needed"):
+        optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=0.1))
+    for call in (engine.accountant.step, engine.accountant.state_dict, optimizer.scale_grad):
+        with pytest.raises(ValueError, match=": "):
+            call(1)
+    assert (loader.num_workers, loader.drop_last, loader.sample_rate) == (0, True, BATCH / N)
+    assert loader.collate_fn is loader.original.collate_fn
+    assert loader.sampler is loader.original.sampler
+    assert loader.batch_sampler is loader.original.batch_sampler
+    with pytest.raises(AttributeError, match="nothing_known"):
+        _ = loader.nothing_known
+    with pytest.raises(AttributeError, match="nothing_known"):
+        _ = model.nothing_known
+    assert (optimizer.loss_reduction, optimizer.secure_mode) == ("mean", True)
+
+
+def test_a_batch_of_a_private_loop_says_what_it_is_for() -> None:
+    model = nn.Linear(3, 2)
+    loop = qt.PrivateLoop(
+        model, nn.CrossEntropyLoss(), DATA, batch_size=BATCH, steps=1, max_grad_norm=1.0, noise_multiplier=1.0
+    )
+    (batch,) = loop
+    with pytest.raises(BudgetError, match="cannot be unpacked"):
+        tuple(batch)
+    with pytest.raises(BudgetError, match="cannot be unpacked"):
+        batch[0]
+    loop.backward(batch.to("cpu"))
 
 
 def test_all_arguments_of_opacus_are_honoured_or_refused_and_stand_in_the_table() -> None:
@@ -458,7 +581,13 @@ def test_a_module_made_private_itself_trains_as_one_in_a_wrapper(with_criterion:
     assert x.grad is not None
     assert all(param.grad is None for param in model.parameters())
     assert type(copy.deepcopy(model)) is nn.Sequential
-    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
+    for each in (model, trained(True)[1]):
+        assert type(pickle.loads(pickle.dumps(each))) is nn.Sequential
+        kept = io.BytesIO()
+        torch.save(each, kept)
+        kept.seek(0)
+        assert type(torch.load(kept, weights_only=False)) is nn.Sequential
+        assert type(copy.copy(each)) is nn.Sequential
     made[0].cleanup()
     assert type(model) is nn.Sequential
     with pytest.raises(RuntimeError, match=r"no loss\.backward"):

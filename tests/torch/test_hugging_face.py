@@ -222,7 +222,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{name}.*: .*;"):
+    with pytest.raises(ValueError, match=rf"^{name}=.*: .*;"):
         trainer(tmp_path, **{name: REFUSED[name]})
     with pytest.raises(ValueError, match="model_init"):
         trainer(tmp_path, model_init=bert)
@@ -360,6 +360,52 @@ def test_other_weights_are_charged_again(tmp_path: Path) -> None:
     second = trainer(tmp_path)
     second.train(resume_from_checkpoint=True)
     assert second.epsilon(1e-5) >= epsilon(8) * 0.999  # the plan twice: a release was made with other weights
+
+
+def test_a_training_without_noise_runs_and_says_that_it_is_not_private(tmp_path: Path) -> None:
+    made = trainer(tmp_path, noise_multiplier=0, save_strategy="steps", save_steps=2, eval_dataset=Texts())
+    with pytest.warns(UserWarning, match="not private"):
+        made.train()
+    assert str(made.privacy) == "NOT PRIVATE"
+    assert made.epsilon(1e-5) == made.privacy.epsilon == math.inf
+    assert made.state.log_history[0]["epsilon"] == math.inf
+    assert not list((tmp_path / "out").glob("private-run-*"))
+    made.create_model_card(model_name="debugging")
+    assert "NOT PRIVATE" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint: .*noise_multiplier=0"):
+        made.train(resume_from_checkpoint=True)
+
+
+def test_resuming_without_a_checkpoint_charges_nothing(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    first = trainer(tmp_path, callbacks=[Stops(2, "killed")], ledger=ledger, save_strategy="no")
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    before = ledger.read_bytes()
+    with pytest.raises(DataError, match=r"holds no checkpoint to go on from\. Call train\(\)"):
+        trainer(tmp_path, ledger=ledger).train(resume_from_checkpoint=True)
+    assert ledger.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("privacy", "words"),
+    [
+        ({"target_epsilonn": 1.0}, "target_epsilonn.*Did you mean 'target_epsilon'"),
+        (3, "privacy: must be a dictionary, not int"),
+        ({"noise_multiplier": 1.0, "epochs": 3}, "'epochs': the Trainer's own arguments"),
+        ({"max_grad_norm": 1.0}, "give target_epsilon"),
+    ],
+)
+def test_privacy_is_read_before_anything_else(privacy: Any, words: str, tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True)
+    with pytest.raises((TypeError, ValueError), match=words):
+        DPTrainer(model=bert(), args=args, train_dataset=Texts(), privacy=privacy)
+
+
+def test_an_optimizer_that_evaluates_often_is_refused_by_name(tmp_path: Path) -> None:
+    model = bert()
+    with pytest.raises(ValueError, match="LBFGS evaluates"):
+        trainer(tmp_path, model=model, optimizers=(torch.optim.LBFGS(model.parameters()), None))
 
 
 def test_what_a_training_goes_on_from_is_its_own(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
@@ -353,3 +354,11 @@ def test_explain_says_how_and_why(caplog: pytest.LogCaptureFixture) -> None:
         qt.fit(Wide(), CE, batch, qg.DPSGD(steps=1, batch_size=10), budget=qg.Budget(2.0, 1e-5), progress=False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "gate: mul has no kernel" in caplog.text
+
+
+def test_explain_takes_a_data_set_and_says_what_it_needs() -> None:
+    model, data = nn.Linear(3, 2), TensorDataset(torch.randn(40, 3), torch.zeros(40, dtype=torch.long))
+    for given, count in ((data, 32), (DataLoader(data, batch_size=5), 5), (data[:7], 7)):
+        assert qt.explain(model, given, nn.CrossEntropyLoss()).records == count
+    with pytest.raises(DataError, match=r"the batch must be \(x, y\), records first, and it is a dict"):
+        qt.explain(model, {"x": data[:7][0]}, nn.CrossEntropyLoss())

@@ -75,7 +75,7 @@ def verbs() -> dict[str, Any]:
         criterion(model(x), y).backward()
         if dist.is_initialized():
             try:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                next(model.parameters()).grad.norm()  # a log, which one process alone may write
             except BudgetError as error:
                 read = str(error)
         optimizer.step()

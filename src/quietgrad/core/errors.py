@@ -10,7 +10,7 @@ from typing import ClassVar
 from quietgrad.core.sanitize import sanitize
 
 _SHOWN = 200  # characters of a value in a message
-_ARGUMENT = re.compile(r"\{([a-z_]+)(?:=([^{}]*))?\}")
+_ARGUMENT = re.compile(r"\{([a-z][a-z0-9_]*)(?:=([^{}]*))?\}")
 
 
 class QuietgradError(Exception):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import CyclicCohorts, FullBatch, Poisson, RandomAllocation, Sampling, SinglePass
@@ -30,6 +31,8 @@ class LoopReleases(HasSchedule):
     sampling: LoopSampling = "poisson"
     """How batches are drawn. Under ``"turns"`` every record is in one batch an epoch, without amplification."""
     condition: str | None = None
+    relation: Relation | None = None
+    """Of a loop without a budget, which a plan would take it from: how places in a sample are drawn."""
 
     name: ClassVar[str] = "own-loop"
     private: ClassVar[bool] = True
@@ -43,7 +46,8 @@ class LoopReleases(HasSchedule):
             if self.sampling == "single-pass":
                 sampling.check_count(count)
             slots.append(Slot(f"stretch-{k}", sampling, count, noise))
-        return Schedule(tuple(slots))
+        schedule = Schedule(tuple(slots))
+        return schedule if self.relation is None else schedule.under(self.relation)
 
     def _sampling(self, batch_size: int, n_public: int) -> Sampling:
         if self.sampling == "poisson":

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
@@ -233,9 +234,7 @@ class Explanation:
         return lines + [f"faster: {sentence}" for sentence in self.advice]
 
 
-def explain(
-    model: nn.Module, batch: tuple[PyTree, PyTree], loss_fn: LossFunction, *, memory_budget: float = 256e6
-) -> Explanation:
+def explain(model: nn.Module, batch: Any, loss_fn: LossFunction, *, memory_budget: float = 256e6) -> Explanation:
     """Explain how per-example gradients of each parameter are computed.
 
     The text says how long that takes and what would make it faster.
@@ -244,7 +243,8 @@ def explain(
     this machine as it is now, without noise and update.
 
     Args:
-        batch: (x, y), records first; x may be a tuple of tensors.
+        batch: (x, y), records first; x may be a tuple of tensors. Of a data set of such pairs, or a loader of one,
+            it is the first 32 records, or the loader's batch size.
         loss_fn: as in :func:`quietgrad.torch.fit`.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -252,7 +252,7 @@ def explain(
     >>> [(part.name, part.how) for part in found.parts]
     [('0.weight, 0.bias', 'kernel'), ('2.weight, 2.bias', 'kernel')]
     """
-    kind = type(model).__name__
+    kind, batch = type(model).__name__, _first_batch(batch)
     try:
         engine = PerExampleEngine(model, loss_fn, memory_budget=memory_budget)
         known = engine.try_out(batch_group(batch).record)
@@ -279,6 +279,24 @@ def explain(
         size = sum(sizes[name] for name in missing)
         found[()] = OperationCost(names_of, "not used", "kernel", "these records do not use it", size)
     return Explanation(tuple(found.values()), *times)
+
+
+def _first_batch(data: Any) -> Any:
+    """(x, y) as it was given, or of the first records of a data set or of a loader's."""
+    collate, count, given = default_collate, 32, data
+    if isinstance(data, DataLoader):
+        collate, count, data = data.collate_fn, data.batch_size or count, data.dataset
+    if isinstance(data, Dataset):
+        places: Any = data
+        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+            raise DataError(f"explain: a {type(data).__name__} has no positions. Give a batch of it, (x, y).")
+        given = collate([places[place] for place in range(min(count, len(places)))])
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise DataError(
+            f"explain: the batch must be (x, y), records first, and it is a {type(given).__name__}. Inputs of "
+            "several tensors are ((x1, x2), y)."
+        )
+    return tuple(given)
 
 
 def _timed(engine: PerExampleEngine, group: RecordGroup) -> tuple[int, float | None, float | None]:

@@ -8,6 +8,8 @@ callbacks and checkpoints are the Trainer's; it sees batches that cannot be read
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -30,6 +32,7 @@ from quietgrad.torch.loops.base import epsilon_of
 from quietgrad.torch.loops.distributed import is_leader, process_count
 from quietgrad.torch.loops.private_loop import PrivateBatch, PrivateLoop
 from quietgrad.torch.loops.whole_module import is_shard
+from quietgrad.torch.loops.wrappers import check_kind
 from quietgrad.torch.networks.object_kinds import is_installed
 from quietgrad.torch.networks.records import Multiple, Padding, as_padding
 
@@ -57,6 +60,34 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "deepspeed": ((None,), _WHOLE),
     "parallelism_config": ((None,), _WHOLE),
 }
+
+
+# What `privacy=` may hold besides arguments of PrivateLoop, and what the Trainer's own arguments say.
+_TARGETS = ("target_epsilon", "target_delta")
+_TRAINERS = (
+    "model", "loss", "data", "batch_size", "optimizer", "epochs", "steps", "collate_fn", "folder", "callbacks",
+    "checkpoint_seconds",
+)  # fmt: skip
+
+
+def _read_privacy(privacy: object) -> dict[str, Any]:
+    """``privacy=`` as a dictionary whose names are known."""
+    known = [name for name in inspect.signature(PrivateLoop).parameters if name not in _TRAINERS]
+    if not isinstance(privacy, Mapping):
+        raise TypeError(
+            f"privacy: must be a dictionary, not {type(privacy).__name__}, e.g. privacy={{'target_epsilon': 8.0, "
+            "'target_delta': 1e-5, 'max_grad_norm': 1.0}."
+        )
+    for name in privacy:
+        if name in _TRAINERS:
+            raise ValueError(f"privacy, {name!r}: the Trainer's own arguments say it; leave it out of privacy.")
+        if name not in known and name not in _TARGETS:
+            near = difflib.get_close_matches(str(name), [*known, *_TARGETS], 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"privacy: has no setting {name!r}.{meant} It takes {', '.join([*_TARGETS, *known])}.")
+    if not {"target_epsilon", "budget", "noise_multiplier"} & set(privacy):
+        raise ValueError("privacy: give target_epsilon (and target_delta), a budget, or a noise_multiplier.")
+    return dict(privacy)
 
 
 class _Samples:
@@ -110,7 +141,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.args: Any = self.args
         self._refuse()
-        self._privacy = dict(privacy)
+        self._privacy = _read_privacy(privacy)
+        if self.optimizer is not None:
+            check_kind(self.optimizer)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         token = getattr(tokenizer, "pad_token_id", None)
         self._pad = as_padding(self._privacy.pop("pad", pad))
@@ -188,14 +221,25 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             if is_set:
                 raise ValueError(f"fsdp, {name}: DPTrainer cannot honour it together with fsdp; leave it out.")
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, of a kind that takes one gradient in a step."""
+        made = super().create_optimizer(*args, **kwargs)
+        check_kind(made)
+        return made
+
     # --- training -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train privately, or go on from the last checkpoint of an interrupted training."""
         checkpoint = resume_from_checkpoint or None
         if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
+            checkpoint = self._last_checkpoint()
         settings = self._settled()
+        if checkpoint is not None and not self._is_kept:
+            raise ValueError(
+                "resume_from_checkpoint: a training without noise (noise_multiplier=0) is for debugging and is not "
+                "kept. Train anew: call train() without it."
+            )
         if self.is_fsdp_enabled:
             # Before the loop is made, which takes parameters as the optimizer will hold them. The Trainer finds the
             # model sharded and leaves it so.
@@ -206,7 +250,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             self._earlier.append(self._begun)  # a second training is a new run, charged as one
         loop = PrivateLoop(
             self.model, self._loss, self.train_dataset, collate_fn=self._collator(), pad=self._pad,
-            batch_size=self._sample_size, folder=self._folder(checkpoint), checkpoint_seconds=math.inf, **settings,
+            batch_size=self._sample_size, folder=self._folder(checkpoint) if self._is_kept else None,
+            checkpoint_seconds=math.inf, **settings,
         )  # fmt: skip
         self._begun = loop
         if checkpoint is not None:
@@ -224,6 +269,21 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             raise
         loop.close()
         return done._replace(training_loss=math.nan, metrics=self._allowed(done.metrics))
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether trainings are kept in folders: one without noise is for debugging."""
+        return self._privacy.get("noise_multiplier") != 0
+
+    def _last_checkpoint(self) -> str:
+        found: str | None = get_last_checkpoint(self.args.output_dir)
+        if found is None:
+            raise DataError(
+                f"resume_from_checkpoint=True: {self.args.output_dir} holds no checkpoint to go on from. Call "
+                "train() without it for a new training, which is charged as one; save_strategy and save_steps say "
+                "how often a checkpoint is written. Nothing was spent."
+            )
+        return found
 
     def _folder(self, checkpoint: str | bool | None) -> Path:
         """The folder of a training: a new one, or that of the interrupted one which goes on."""
@@ -317,6 +377,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _charged(self) -> float:
         """Return the ε of the steps so far while more may follow, or the ε that a finished training is charged."""
         loop = self._loop
+        if not self._is_kept:
+            return math.inf
         if not self.is_in_train and not loop.paused:  # the Trainer's last line is written after its last step
             charged = loop.close().epsilon
             if charged is not None:
@@ -370,4 +432,5 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
-        self._loop.save()
+        if self._is_kept:
+            self._loop.save()

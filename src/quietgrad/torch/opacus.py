@@ -21,7 +21,7 @@ from quietgrad.core.session.clipping import Clipping, PerLayer, read_clipping
 from quietgrad.methods.custom_loop import LoopSampling
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
 from quietgrad.torch.layers import ModuleValidator
-from quietgrad.torch.loops.base import LoopTerms, epsilon_of, finite_clip
+from quietgrad.torch.loops.base import LoopTerms, finite_clip
 from quietgrad.torch.loops.distributed import unwrapped
 from quietgrad.torch.loops.handle_loop import HandleLoop, PrivateCriterion
 from quietgrad.torch.loops.whole_module import WholeModule
@@ -38,32 +38,10 @@ from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.networks.trees import Called, Kwargs, PyTree
 from quietgrad.torch.networks.usable import LossFunction
+from quietgrad.torch.opacus_arguments import Accountant, read_opacus_arguments
 
 if TYPE_CHECKING:
     from quietgrad.core.ledger.ledger import Ledger
-
-_ADAPTIVE = (
-    "is of adaptive clipping, whose bound follows the data and is paid for by a second release in each step. Use "
-    "clipping='automatic', which needs no bound to be found."
-)
-# Opacus' arguments that have one meaning here: the values that they may have, and why no others.
-_ONLY_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
-    "rand_on_empty": (
-        (False,),
-        "rand_on_empty=True: an empty sample is run on a synthetic record that adds nothing, so it needs no random "
-        "one. Leave it out.",
-    ),
-    "target_unclipped_quantile": ((), f"target_unclipped_quantile {_ADAPTIVE}"),
-    "clipbound_learning_rate": ((), f"clipbound_learning_rate {_ADAPTIVE}"),
-    "max_clipbound": ((), f"max_clipbound {_ADAPTIVE}"),
-    "min_clipbound": ((), f"min_clipbound {_ADAPTIVE}"),
-    "unclipped_num_std": ((), f"unclipped_num_std {_ADAPTIVE}"),
-}
-_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
-_GHOST = ("ghost", "ghost_fsdp")
-_REFUSED_MODES = {
-    "no_op": "gradients that the loop sets itself may be of several records, and nothing could bound them",
-}
 
 
 def make_private_with_epsilon(
@@ -137,6 +115,7 @@ def make_private(
     account: str = "default",
     cap: Budget | None = None,
     seed: int | None = None,
+    **opacus: object,
 ) -> Any:
     """Make a module, optimizer and loader private, and the criterion if one is given.
 
@@ -168,7 +147,12 @@ def make_private(
         sampling: as in :class:`quietgrad.torch.PrivateLoop`; Opacus' ``poisson_sampling=False`` is ``"turns"``.
         person, combine, records_per_person, pad: as in :func:`quietgrad.torch.fit`; batch_size counts people.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
+        opacus: Opacus' other arguments, which are honoured or refused by name. With ``grad_sample_mode="ghost"`` or
+            ``"ghost_fsdp"`` model, optimizer, criterion and loader come back, in Opacus' order.
     """
+    is_ghost = read_opacus_arguments(opacus)
+    if is_ghost and criterion is None:
+        criterion = nn.CrossEntropyLoss()
     if loss_reduction not in ("mean", "sum", None):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if not poisson_sampling and sampling != "poisson":
@@ -184,7 +168,7 @@ def make_private(
     shards = WholeModule(module)
     clip, rule = _clipping(max_grad_norm, clipping, module)
     check_optimizer(optimizer, shards.parameters().values())
-    given = read_loader(data_loader, n_public)
+    given = read_loader(data_loader, n_public, relation)
     own = given.loader.collate_fn
     collate = own if transform is None else lambda samples: transform(own(samples))
     if person is not None and given.data is not given.loader.dataset:
@@ -215,7 +199,8 @@ def make_private(
     if criterion is None:
         return made
     reduction = getattr(criterion, "reduction", loss_reduction or "mean")
-    return *made, PrivateCriterion(criterion, loop, reduction)
+    private_criterion = PrivateCriterion(criterion, loop, reduction)
+    return (*made[:2], private_criterion, made[2]) if is_ghost else (*made, private_criterion)
 
 
 def _clipping(bound: object, clipping: str | Clipping, module: nn.Module) -> tuple[float, Clipping]:
@@ -233,17 +218,6 @@ def _clipping(bound: object, clipping: str | Clipping, module: nn.Module) -> tup
     return finite_clip(math.hypot(*bounds)), PerLayer(tuple(zip(names, bounds, strict=True)))
 
 
-class Accountant:
-    """Accountant of an engine's loops, for the samples so far."""
-
-    def __init__(self) -> None:
-        self.loops: list[HandleLoop] = []
-
-    def get_epsilon(self, delta: float, **_: Any) -> float:
-        """ε of all samples so far, as if all were of the same people: the smallest that is proved."""
-        return epsilon_of(self.loops, delta)
-
-
 class PrivacyEngine:
     """Opacus's entry point by name, so that a script is ported by changing its import.
 
@@ -255,20 +229,18 @@ class PrivacyEngine:
     quietgrad.core.errors.SettingError: accountant='gdp': a central limit, which is no upper bound ...
     """
 
-    def __init__(self, *, accountant: str = "prv", secure_mode: bool = True) -> None:
+    def __init__(self, accountant: str = "prv", secure_mode: bool = True) -> None:
         if accountant not in ("prv", "rdp"):
             why = (
                 "a central limit, which is no upper bound on what is spent" if accountant == "gdp" else "not known"
             )
             raise SettingError(f"{{accountant}}: {why}; use 'prv' or 'rdp'.", accountant=accountant)
-        self.accountant = Accountant()
+        self.accountant = Accountant(accountant)
 
     def make_private(self, **settings: Any) -> Any:
         """See :func:`quietgrad.torch.make_private`.
 
         Opacus's modes for whole parameters give the same clipped sums here, at the same cost.
-        ``grad_sample_mode="ghost"`` and ``"ghost_fsdp"`` return model, optimizer, criterion and loader in
-        Opacus's order.
         ``batch_first`` must be true and ``noise_generator`` ``None``.
         """
         return self._keep(make_private, settings)
@@ -277,14 +249,14 @@ class PrivacyEngine:
         """See :func:`quietgrad.torch.make_private_with_epsilon` and :meth:`make_private`."""
         return self._keep(make_private_with_epsilon, settings)
 
-    def save_checkpoint(self, **_: object) -> NoReturn:
+    def save_checkpoint(self, *_: object, **__: object) -> NoReturn:
         """Not here: raises, with what to use."""
         raise ValueError(
             "save_checkpoint: save model.state_dict() and optimizer.state_dict() by torch.save, as in plain torch; "
             "the ledger keeps what was spent. For a loop that goes on after a crash use qt.PrivateLoop(folder=)."
         )
 
-    def load_checkpoint(self, **_: object) -> NoReturn:
+    def load_checkpoint(self, *_: object, **__: object) -> NoReturn:
         """Not here: raises, with what to use."""
         raise ValueError(
             "load_checkpoint: load the states by load_state_dict, as in plain torch; what was spent is in the "
@@ -327,25 +299,6 @@ class PrivacyEngine:
         return ModuleValidator.fix_and_validate(module)
 
     def _keep(self, make: Called, settings: Kwargs) -> Any:
-        for name, (allowed, why) in _ONLY_ARGUMENTS.items():
-            if name in settings and settings.pop(name) not in allowed:
-                raise ValueError(why)
-        mode = settings.pop("grad_sample_mode", "hooks")
-        if mode not in _MODES:
-            why = _REFUSED_MODES.get(mode, "not known")
-            raise ValueError(f"grad_sample_mode={mode!r}: {why}; use one of {', '.join(map(repr, _MODES))}.")
-        if not settings.pop("batch_first", True):
-            raise ValueError(
-                "batch_first=False: records lie along the first axis; move the batch to the front and "
-                "transpose inside the module."
-            )
-        if settings.pop("noise_generator", None) is not None:
-            raise ValueError(
-                "noise_generator: numbers of torch's generators can be predicted and subtracted; noise is AES-256 "
-                "here. For tests that repeat use seed=, which says that nothing is private."
-            )
-        if mode in _GHOST and settings.get("criterion") is None:
-            settings["criterion"] = nn.CrossEntropyLoss()
         made = make(**settings)
-        self.accountant.loops.append(made[2].loop)
-        return (made[0], made[1], made[3], made[2]) if mode in _GHOST else made
+        self.accountant.loops.append(next(each for each in made if isinstance(each, PrivateLoader)).loop)
+        return made

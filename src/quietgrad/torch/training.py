@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from quietgrad import methods
-from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
@@ -24,7 +25,15 @@ from quietgrad.methods.callbacks import Callback, Progress, together
 from quietgrad.methods.minimizing import check_people, progress_bar
 from quietgrad.methods.result import Result
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
-from quietgrad.torch.loops.distributed import any_of_us, is_distributed, is_leader, unwrapped
+from quietgrad.torch.loops.distributed import (
+    all_or_none,
+    any_of_us,
+    broadcast_from_leader,
+    is_distributed,
+    is_leader,
+    read_by_all,
+    unwrapped,
+)
 from quietgrad.torch.loops.shared_fit import SharedFit
 from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.loops.whole_module import WholeModule
@@ -81,8 +90,8 @@ def fit(
         model: Any module. It is called with one record at a time; BatchNorm in training mode is refused.
         loss_fn: ``loss(output, target)``, or ``loss(model, *record)`` if its first parameter is ``model``. It is
             written as for a batch and called with batches of one, such as ``nn.CrossEntropyLoss()``.
-        train_set: A map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``. An ``IterableDataset`` of
-            public length (its own or ``n_public``) is read once into memory.
+        train_set: A map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``. An ``IterableDataset`` is
+            read once into memory, to its end; under replace-one ``n_public`` cuts it.
         collate_fn: Makes what model and loss take from a list with **one** sample.
         pad: Pads each record by its own length: to a public length, or to ``qt.Multiple(64)``; see ``qt.Padding``.
             Records of one shape run together, so few shapes are fast.
@@ -143,6 +152,7 @@ def fit(
         errors=errors, evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress,
         regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
         collate_fn=collate_fn, pad=pad, views=views, n_public=n_public,
+        relation=Relation.REPLACE_ONE if budget is None else budget.relation,
     )  # fmt: skip
 
     def minimize(callback: Callback) -> Result:
@@ -203,6 +213,9 @@ def resume(
     if "errors" in settings:
         raise ValueError("errors: a resumed run counts a record that raises an exception as zero; leave it out.")
     algorithm = _with_clipping(algorithm, clipping)
+    if isinstance(train_set, IterableDataset):
+        n_public, relation = _how_it_was_read(folder)
+        settings = {"n_public": n_public, "relation": relation, **settings}
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
     def resume_run(callback: Callback) -> Result:
@@ -223,6 +236,22 @@ def resume(
         )  # fmt: skip
 
     return run.train(resume_run)
+
+
+def _how_it_was_read(folder: str | Path) -> tuple[int, Relation]:
+    """n and the relation of a kept run, by which a stream was read; all processes call it."""
+
+    def kept() -> tuple[int, Relation] | None:
+        if not is_leader():
+            return None
+        plan = read_run(folder)[0].plan
+        return plan.n_public, Relation.REPLACE_ONE if plan.budget is None else plan.budget.relation
+
+    why = "the leading process cannot read the run in this folder"
+    found = all_or_none(kept, why) if is_distributed() else kept()
+    told = broadcast_from_leader(lambda: found)
+    assert told is not None
+    return told
 
 
 def _with_clipping(algorithm: Algorithm, clipping: ClippingName | Clipping | None) -> Algorithm:
@@ -246,7 +275,8 @@ class _Training:
         self, model: nn.Module, loss_fn: LossFunction, train_set: object, algorithm: Algorithm, *,
         person: object = None, combine: Combine = "mean", records_per_person: int | None = None,
         evaluate: Evaluate | None = None, every: int | None = None, callbacks: Sequence[Callback] = (),
-        stop: Stop | None = None, progress: bool = True, n_public: int | None = None, **settings: Any,
+        stop: Stop | None = None, progress: bool = True, n_public: int | None = None,
+        relation: Relation = Relation.ADD_REMOVE, **settings: Any,
     ) -> None:  # fmt: skip
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
@@ -258,13 +288,14 @@ class _Training:
         self.evaluate, self.every, self.callbacks, self.stop = evaluate, every, callbacks, stop
         self.scores: dict[str, float] = {}
         self.objective, data = with_privacy_unit(
-            self.module_objective, read_stream(train_set, n_public), person, PersonRule(combine, records_per_person)
-        )
+            self.module_objective, read_stream(train_set, n_public, relation), person,
+            PersonRule(combine, records_per_person),
+        )  # fmt: skip
         check_people(algorithm, self.objective)
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
         self._values = self.shards.gather()
         with self.shards.whole(self._values), modes_kept(model, training=True):
-            self.examples = self.objective.prepare(data)
+            self.examples = read_by_all(lambda: self.objective.prepare(data))
 
     def train(self, run: Callable[[Callback], Result]) -> Result:
         """Train the model, call the callbacks, and leave the parameters in the model."""

@@ -6,6 +6,7 @@ a file is a claim: :func:`contradiction` proves its ε again from the releases t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,10 +36,11 @@ class Privacy:
 
     It is (ε, δ) under a neighbouring relation, for a privacy unit, against an adversary.
 
-    ``epsilon`` is ``None`` if the run added no noise. ``is_private`` is also false if its randomness was seeded, or
-    if a paper's noise was used only to reproduce it; the first of the ``notes`` then says so. ``unit`` is the
-    privacy unit: a record, a person with all their records, or a party with all it holds. ``condition`` is the
-    sentence under which ε holds if code that cannot be checked has a part in it, else ``None``.
+    ``epsilon`` is ``None`` if the run added no noise, and infinite for a custom loop without noise. ``is_private``
+    is false also if its randomness was seeded, or if a paper's noise was used only to reproduce it; the first of
+    the ``notes`` then says so. ``unit`` is the privacy unit: a record, a person with all their records, or a party
+    with all it holds. ``condition`` is the sentence under which ε holds if code that cannot be checked has a part
+    in it, else ``None``.
     """
 
     epsilon: float | None
@@ -101,7 +103,7 @@ class Privacy:
         They say what is proved, against which adversary and by which accountant.
         """
         rows: list[tuple[str, object]] = [("privacy", str(self))]
-        if self.epsilon is not None:
+        if self.epsilon is not None and self.accountant is not None:
             rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]
             rows += [] if self.condition is None else [("condition", self.condition)]
             rows += [
@@ -119,7 +121,7 @@ class Privacy:
     def __str__(self) -> str:
         if self.refuted:
             return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
-        if self.epsilon is None:
+        if self.epsilon is None or self.accountant is None:
             return "NOT PRIVATE"
         whom = "" if self.unit is PrivacyUnit.RECORD else f" per {self.unit}"
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
@@ -189,7 +191,7 @@ def contradiction(privacy: Privacy) -> str | None:
     >>> contradiction(replace(stated, epsilon=2.6)) is None
     True
     """
-    if privacy.epsilon is None:
+    if privacy.epsilon is None or privacy.epsilon == math.inf:
         return "it is called private and states no ε" if privacy.is_private else None
     if privacy.events is None or privacy.delta is None or privacy.relation is None:
         return "an ε is stated without the releases, the δ or the relation it was proved for"

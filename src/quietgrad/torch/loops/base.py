@@ -122,7 +122,8 @@ class LoopTerms:
         epochs = 1 if self.epochs is None and self.sampling == "single-pass" else self.epochs
         steps = self.steps or (_OPEN_END if epochs is None else epochs * self.epoch_length(n))
         said = clip if self.clipping == FLAT else {"clip": clip, "clipping": self.clipping.config()}
-        return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling)
+        relation = Relation.parse(self.relation) if self.adds_no_noise else None
+        return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling, relation=relation)
 
     def run_terms(self) -> Terms:
         """Return the run's terms: the account that pays, and the public facts. Of several processes one pays.
@@ -139,7 +140,9 @@ class LoopTerms:
                 "charged; it is for debugging.",
                 stacklevel=4,
             )
-            bare = Terms(None, Account(self.account), n_public=self.n_public, takes_n=True, seed=self.seed)
+            bare = Terms(
+                None, Account(self.account), n_public=self.n_public, takes_n=self.n_public is None, seed=self.seed
+            )
             return replace(bare, key=broadcast_loop_key())
         if not self.has_end and (self.ledger is not None or self.cap is not None):
             raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")
@@ -249,10 +252,14 @@ class Loop:
 
     @property
     def privacy(self) -> Privacy:
-        """Privacy statement of the samples so far. For a closed loop, it states what the loop was charged."""
+        """Privacy statement of the samples so far. For a closed loop, it states what the loop was charged.
+
+        Of a loop without noise ε is infinite, as :meth:`epsilon` says.
+        """
         plan, counts = self.plan, {self._slot: self.used}
         if plan.budget is None:  # nothing is charged, and nothing is proved
-            return privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
+            bare = privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
+            return replace(bare, epsilon=math.inf)
         nothing = self.event is None
         # Before the first sample one stands in, for which nothing is stated below.
         event = plan.event if plan.whole_only else plan.event_of({self._slot: 1} if nothing else counts)
@@ -281,6 +288,7 @@ class Loop:
 
     def draw(self) -> PendingRelease:
         """The next sample, which counts from here on."""
+        self.model.refuse_later_shards()
         if self.handed_out >= self.total:
             raise ExhaustedError(self.refusal())
         drawn: PendingRelease = self._session.draw(self._slot)

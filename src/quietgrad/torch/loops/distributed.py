@@ -66,7 +66,7 @@ def broadcast_from_leader(make: Callable[[], Made]) -> Made:
 def any_of_us(here: bool, device: torch.device) -> bool:
     """Return whether ``here`` is true on any process."""
     said = torch.tensor(float(here), device=device)
-    with _while_all_are_there():
+    with while_all_are_there():
         dist.all_reduce(said)
     return bool(said > 0.0)
 
@@ -82,19 +82,25 @@ def share_of(batch: Batch, rank: int, world: int) -> Batch:
 
 def _told(message: object) -> Any:
     box: list[Any] = [message]
-    with _while_all_are_there():
+    with while_all_are_there():
         dist.broadcast_object_list(box, _LEADER)
     return box[0]
 
 
+UNREADABLE = "another process cannot read its data"
 _OTHER_SAMPLES = (
     "the processes step on different samples: a record could be in two shares and count twice. Nothing was "
     "released; every process must take every batch and step on it, also if its own share is empty."
 )
 
 
+def read_by_all(read: Callable[[], Made]) -> Made:
+    """Return what ``read`` makes of this process's data; if it fails on one process, raise on all."""
+    return all_or_none(read, UNREADABLE) if is_distributed() else read()
+
+
 @contextmanager
-def _while_all_are_there() -> Iterator[None]:
+def while_all_are_there() -> Iterator[None]:
     """Say in words that a process is gone, where torch says that a connection was closed."""
     try:
         yield
@@ -113,7 +119,7 @@ def all_or_none(make: Callable[[], Made], why: str) -> Made:
     except BaseException as error:
         failed = error
     answers: list[Any] = [None] * dist.get_world_size()
-    with _while_all_are_there():
+    with while_all_are_there():
         dist.all_gather_object(answers, failed is None)
     if failed is not None:
         raise failed
@@ -127,7 +133,7 @@ def agree_on_keeping(folder: object) -> None:
     if not is_distributed():
         return
     answers: list[Any] = [None] * dist.get_world_size()
-    with _while_all_are_there():
+    with while_all_are_there():
         dist.all_gather_object(answers, folder is not None)
     if len(set(answers)) > 1:
         raise DataError(
@@ -270,7 +276,7 @@ class SharedSession(CentralSession):
             sums.zero_()
         sums.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         share[-3:] = torch.tensor([float(failed is not None), place, place**2])
-        with _while_all_are_there():
+        with while_all_are_there():
             dist.all_reduce(share)
         world = dist.get_world_size()
         if share[-2:].tolist() != [world * place, world * place**2]:
@@ -300,7 +306,7 @@ class SharedSession(CentralSession):
                 failed = error
                 answer.zero_()[-2] = _FAILED
             answer[-1] = float(super().epochs)
-        with _while_all_are_there():
+        with while_all_are_there():
             dist.broadcast(answer, _LEADER)
         self.follow_charges(int(answer[-1]))
         outcome = float(answer[-2])
@@ -323,6 +329,9 @@ class SharedCurator(CentralCurator):
 
     session: ClassVar[type[CentralSession]] = SharedSession
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        all_or_none(lambda: super(SharedCurator, self).__init__(*args, **options), UNREADABLE)
+
     def count(
         self, budget: Budget | None, declared: int | PublicCount | None, algorithm: HasSchedule | None
     ) -> PublicCount:
@@ -340,9 +349,10 @@ class SharedCurator(CentralCurator):
             found = _digests(self.objective, self.records, key, json.dumps(plan.to_json()))
             return {**found, "seed": _digest(key, [self._key])}
 
-        mine = all_or_none(digests, "another process cannot read its data")
+        mine = all_or_none(digests, UNREADABLE)
         answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, mine)
+        with while_all_are_there():
+            dist.all_gather_object(answers, mine)
         for what in mine:
             if len({answer[what] for answer in answers}) > 1:
                 raise DataError(f"the processes do not agree on {what}: every process must be given the same.")

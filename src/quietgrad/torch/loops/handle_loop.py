@@ -94,6 +94,7 @@ class HandleLoop(Loop):
         self._people = records.people if isinstance(records, UserLevelRecords) else None
         self._examples: Examples = records if self._people is None else records.rows
         self._drawn: PendingRelease | None = None
+        self.scale = 1.0  # of the loss of a piece, to be undone before clipping
         self._pieces: list[ClosedPiece | RecordedPiece] = []  # those that were differentiated
         self._values: dict[str, Tensor] | None = None  # of parameters in shards, whole, at this sample
         self._point: _Point | None = None  # of the model, when it was called on this sample
@@ -123,17 +124,22 @@ class HandleLoop(Loop):
         """The next sample: whole, or in pieces of whole people with at most ``most`` records."""
         if self._drawn is not None and self._has_gradient:
             self.write_gradients()  # a sample of its own, whose gradient is added to the next one's
+        bound = None if self._people is None else self._people.rule.records_per_person
+        if most is not None and self._people is not None and bound is None and self.model.in_shards:
+            raise ValueError(
+                "BatchMemoryManager: the pieces of people without a bound on their records differ in number by "
+                "process, and all processes of a sharded module make each together. Give records_per_person."
+            )
         expected = self.expected_batch / process_count()
         self._drawn = self.draw()
         self._pieces = []
         sample = self._sample(self._drawn)
-        bound = None if self._people is None else self._people.rule.records_per_person
         pieces = [sample] if most is None else _pieces(sample, most, expected, bound)
         for number, piece in enumerate(pieces):
             self.partial = number + 1 < len(pieces)
             # Here and not in a call: how often the loop's own code calls the model may differ by process.
             self._values = self.model.gather()
-            self.sample, self._point = piece, None
+            self.sample, self._point, self.scale = piece, None, 1.0
             yield piece.handles(self._record_form())
 
     def _record_form(self) -> PyTree:
@@ -287,6 +293,7 @@ class HandleLoop(Loop):
         do a sample's earlier pieces.
         """
         withdraw(self)
+        self.scale = 1.0
         if self.sample is not None:
             self.sample.losses = []
             self.sample.calls = [call for call in self.sample.calls if not call.reached]
@@ -295,11 +302,12 @@ class HandleLoop(Loop):
         """Parameters have gradients from here on, which are released when they are read, or by the step."""
         announce(self)
 
-    def collect(self, scale: float = 1.0) -> None:
+    def collect(self) -> None:
         """Take the step's part in the records in hand: a program of each, or passes that were recorded.
 
         ``scale`` undoes a factor of the loss.
         """
+        scale, self.scale = self.scale, 1.0
         if scale != 1.0:  # of the loop's own code
             self.rest_on_code()
             if self.clipping != FLAT:
@@ -339,21 +347,26 @@ class HandleLoop(Loop):
             self._engines[program.key] = engine
         return self._engines[program.key]
 
-    def write_gradients(self, scale: float = 1.0) -> bool:
+    def write_gradients(self) -> bool:
         """Make the noisy sum of the sample in hand the parameters' gradient; false while pieces of it follow."""
         withdraw(self)
         self._let_others_be()
         if not self._has_gradient:
             if self._waiting:  # an earlier sample's gradient
                 return True
+            own = "" if self.model.given else (
+                " A method of the module that calls the module itself, such as training_step(batch), needs "
+                "make_private(wrap_model=False)."
+            )  # fmt: skip
             raise RuntimeError(
                 "optimizer.step(): no loss.backward() has reached an output of the private model since the last "
-                "step. Call the model that make_private returned, in training mode, on a fresh batch of its loader."
+                "step. Call the model that make_private returned (model(x), not its layers or model.forward), in "
+                f"training mode, on a fresh batch of its loader.{own}"
             )
         if self.has_other_gradients():  # of a penalty in the loss, or of other data
             self.rest_on_code()
         with self.whole(self._values):
-            self.collect(scale)
+            self.collect()
             if self.partial:
                 return False
             assert self._drawn is not None
@@ -409,30 +422,32 @@ def _form_of(tensor: Tensor) -> Tensor:
 def _pieces(sample: Sample, most: int, expected: float, records_per_person: int | None) -> list[Sample]:
     """Parts of a sample by secret words: by position, one record less would move all that follow.
 
-    How many there are is public: enough for pieces to be six standard deviations below ``most``. Only without a
+    How many there are is public (:func:`pieces_of`); in which of them a record is changes no sum. Only without a
     bound on a person's records it follows from the sample, which a loop that counts them learns.
     """
     keys, units = sample.keys, sample.units
     if units is None:
-        return [Sample(sample.loop, keys.rows(rows), None) for rows in keys.dealt(pieces_of(most, expected))]
+        return [Sample(sample.loop, keys.rows(rows), None) for rows in keys.dealt(pieces_of(most, expected), most)]
     if records_per_person is None:
         sample.loop.rest_on_code()
         parts = list(units.passes(keys, most))
     else:
         first = np.unique(units.owners, return_index=True)[1]
-        parts = keys.rows(first).dealt(pieces_of(max(1, most // records_per_person), expected))
-    taken = [units.some(people) for people in parts]
+        people = max(1, most // records_per_person)
+        parts = keys.rows(first).dealt(pieces_of(people, expected), people)
+    taken = [units.some(part) for part in parts]
     return [Sample(sample.loop, keys.rows(rows), whose) for rows, whose in taken]
 
 
 def pieces_of(most: int, expected: float) -> int:
     """Into how many pieces of at most ``most`` a sample of a public expected size is cut.
 
-    >>> pieces_of(128, 512.0), pieces_of(1000, 512.0)
-    (7, 1)
+    They hold a sample that is four standard deviations larger than expected; a larger one has larger pieces.
+
+    >>> pieces_of(128, 512.0), pieces_of(8, 64.0), pieces_of(1000, 512.0)
+    (5, 12, 1)
     """
-    mean = (math.sqrt(9.0 + most) - 3.0) ** 2  # m with m + 6√m = most
-    return max(1, math.ceil(expected / mean))
+    return max(1, math.ceil((expected + 4.0 * math.sqrt(expected)) / most))
 
 
 def _tried(module: nn.Module, record: PyTree) -> list[torch.Size] | None:

@@ -7,6 +7,9 @@ the noisy sum of the sample, once, and gets that. The step that follows uses the
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -38,22 +41,35 @@ class PendingGradient(Tensor):
         new._loop, new._param, new._earlier = loop, param, param.grad
         return new
 
-    def released(self, scale: float = 1.0) -> Tensor:
-        """The parameter's gradient, after its release; ``scale`` undoes a factor of the loss before clipping."""
+    def released(self) -> Tensor:
+        """The parameter's gradient, after its release."""
         loop = self._loop
         if isinstance(self._param.grad, PendingGradient):
-            if is_distributed() or loop.partial:
+            if loop.partial and _by_clipping():  # it asks again after the last piece of the sample
+                return torch.zeros_like(self._param.detach())
+            if loop.partial or (is_distributed() and not _by_clipping()):
                 where = "on several processes" if is_distributed() else "before the last piece of a sample"
                 raise BudgetError(
                     f"a gradient was read before optimizer.step(), and {where} there is none yet: it is released "
-                    "by step(), for all parameters at once. Read it afterwards, before zero_grad(); gradients are "
-                    "clipped already, record by record, to max_grad_norm."
+                    "by step(), for all parameters at once. Read it afterwards, before zero_grad(). Before step() "
+                    "clip_grad_norm_, clip_grad_value_ and GradScaler may be called, on every process."
                 )
-            loop.write_gradients(scale)
-            loop.watch_for_others()
+            self._release()
         gradient = self._param.grad
         assert gradient is not None
         return gradient
+
+    def unscaled(self, scale: float) -> None:
+        """Have ``scale``, which the loss was multiplied by, undone before clipping, and release the gradient."""
+        if not isinstance(self._param.grad, PendingGradient):
+            return
+        self._loop.scale = scale
+        if not self._loop.partial:
+            self._release()
+
+    def _release(self) -> None:
+        self._loop.write_gradients()
+        self._loop.watch_for_others()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -69,7 +85,7 @@ class PendingGradient(Tensor):
             # The scale of the loss is undone before clipping: a scaled gradient would be clipped to nothing.
             grads = [each for each in tensors_of(args) if isinstance(each, PendingGradient)]
             for grad in grads:
-                grad.released(float(args[2]))
+                grad.unscaled(float(args[2]))
             return None
 
         def plain(tensor: Tensor) -> Tensor:
@@ -91,6 +107,23 @@ class PendingGradient(Tensor):
         return cls.__torch_function__(func, types, args, kwargs)
 
 
+def _by_clipping() -> bool:
+    """Whether torch's functions that clip gradients ask, which a training calls on all its processes alike.
+
+    A log of norms may be written by one process alone: a release there would wait for the others.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _CLIPPING:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CLIPPING = {
+    inspect.unwrap(function).__code__
+    for function in (
+        nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_,
+    )
+}  # fmt: skip
 _own: Any = Tensor
 _FORM = {
     _own.dtype.__get__, _own.device.__get__, _own.layout.__get__, _own.shape.__get__, _own.ndim.__get__,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from quietgrad.torch.loops.distributed import (
     broadcast_loop_key,
     is_distributed,
     is_leader,
+    read_by_all,
     unwrapped,
 )
 from quietgrad.torch.loops.shards import ShardedCurator
@@ -152,6 +153,22 @@ class PrivateBatch:
             "which is public."
         )
 
+    def __iter__(self) -> NoReturn:
+        raise BudgetError(
+            "a PrivateBatch cannot be unpacked or read: the loop reads its records. Give it to loop.step(batch) or "
+            "loop.backward(batch); model and loss are those that the loop was made with. For `x, y = batch` use "
+            "qt.make_private."
+        )
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self.__iter__()
+
+    def to(self, *_: object, **__: object) -> PrivateBatch:
+        """The batch itself: its records go to the model's device when the loop reads them."""
+        return self
+
+    cuda = cpu = to
+
 
 class PrivateLoop(Loop):
     """A private training loop: it draws samples and computes private gradients.
@@ -160,8 +177,8 @@ class PrivateLoop(Loop):
         model: any torch module; what it does with a record is that record's own, because it is called for one.
         loss: loss(output, target) for records (x, target), ``loss(model, *record)`` or ``loss(model, **record)``:
             written as for a batch, called with batches of one; returns one number.
-        data: a map-style data set, a ``TensorDataset``, or tensors. An ``IterableDataset`` of public length (its
-            own or ``n_public``) is read once into memory.
+        data: a map-style data set, a ``TensorDataset``, or tensors. An ``IterableDataset`` is read once into
+            memory, to its end; under replace-one ``n_public`` cuts it.
         optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.
         batch_size: the expected size of a sample; of people with ``person``.
         max_grad_norm: C, the L2 bound on what one record, or person, adds.
@@ -257,9 +274,8 @@ class PrivateLoop(Loop):
             cap=cap, seed=seed, clipping=read_clipping(clipping), curator=ShardedCurator if sharded else
             SharedCurator, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         )  # fmt: skip
-        asked = with_privacy_unit(
-            objective, read_stream(data, n_public), person, PersonRule(combine, records_per_person)
-        )
+        records = read_by_all(lambda: read_stream(data, n_public, terms.relation))
+        asked = with_privacy_unit(objective, records, person, PersonRule(combine, records_per_person))
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
         # Some processes may have callbacks and others none.

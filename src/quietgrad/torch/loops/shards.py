@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from quietgrad.core.session.curator import CentralSession
 from quietgrad.core.session.queries import Batch
-from quietgrad.torch.loops.distributed import SharedCurator, SharedSession
+from quietgrad.torch.loops.distributed import SharedCurator, SharedSession, while_all_are_there
 from quietgrad.torch.networks.records import Examples
 
 
@@ -38,7 +38,8 @@ class Shard:
         for part in own.fingerprint_parts():
             digest.update(part)
         answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, (len(own), digest.digest()))
+        with while_all_are_there():
+            dist.all_gather_object(answers, (len(own), digest.digest()))
         sizes = [size for size, _ in answers]
         return Shard(own, sum(sizes[: dist.get_rank()]), sum(sizes), tuple(known for _, known in answers))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quietgrad.core.errors import BudgetError
 from quietgrad.torch.networks.trees import ModuleState
 
 _STATE = "__composable_api_state_key"  # attributes in which FSDP keeps its own things
@@ -26,6 +27,8 @@ class WholeModule:
     """A module, its parameters as the optimizer holds them, and how to make it whole."""
 
     def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"the model must be a torch module (nn.Module), not {type(module).__name__}.")
         self.module = module
         self._layers: list[Any] = [layer for layer in module.modules() if _is_fsdp(layer)]
         self.given: type[nn.Module] | None = None  # the class of a module that was made private itself
@@ -35,6 +38,15 @@ class WholeModule:
         self._shards: dict[str, Any] = {name: param for name, param in self._held.items() if is_shard(param)}
         self._places = ModuleState(module)
         self._refuse_other_shards()
+
+    def refuse_later_shards(self) -> None:
+        """Raise BudgetError if the module was sharded after the loop was made, which took its parameters whole."""
+        if not self.in_shards and any(is_shard(param) for param in self.module.parameters()):
+            raise BudgetError(
+                "the module was sharded (fully_shard) after the private loop was made, whose optimizer and engine "
+                "know its whole parameters. Shard first, then make the optimizer of the sharded parameters, then "
+                "call make_private or qt.PrivateLoop. Nothing was released."
+            )
 
     @property
     def in_shards(self) -> bool:

@@ -26,12 +26,15 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.distributed import process_count
 from quietgrad.torch.loops.handle_loop import HandleLoop, pieces_of
+from quietgrad.torch.loops.opacus_names import OpacusOptimizer, of_model
 from quietgrad.torch.loops.private_batch import plain
 from quietgrad.torch.loops.streams import read_stream
+from quietgrad.torch.loops.whole_module import is_shard
 from quietgrad.torch.networks.trees import Args, Kwargs, ModuleState, mapped
 
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -77,7 +80,10 @@ class PrivateModule(nn.Module):
         except AttributeError:
             if name in _OWN:
                 raise
+        try:
             return getattr(self._module, name)
+        except AttributeError:
+            return of_model(self._module, name)
 
     def __getitem__(self, key: Any) -> Any:
         own: Any = self._module
@@ -105,7 +111,7 @@ class PrivateModule(nn.Module):
         return copy.deepcopy(self._module, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self._module.__reduce_ex__(protocol)
+        return _reduced(self._module, protocol)
 
 
 class PrivateInPlace(nn.Module):
@@ -122,6 +128,12 @@ class PrivateInPlace(nn.Module):
         loop = self._private
         with loop.model.as_given():
             return _called(self, loop, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return of_model(self, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and what came back to the records in hand."""
@@ -145,9 +157,15 @@ class PrivateInPlace(nn.Module):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         with self._private.model.as_given():
-            made, *rest = self.__reduce_ex__(protocol)
-        # Pickle would look for the class of the object itself.
-        return (object.__new__ if made is copyreg.__newobj__ else made, *rest)  # type: ignore[attr-defined]
+            return _reduced(self, protocol)
+
+
+def _reduced(module: nn.Module, protocol: SupportsIndex) -> Any:
+    """How the plain module is pickled in the place of a private one."""
+    pickled: Any = module.__reduce_ex__(protocol)
+    made, *rest = pickled
+    # Pickle would look for the class of the private one.
+    return (object.__new__ if made is copyreg.__newobj__ else made, *rest)  # type: ignore[attr-defined]
 
 
 def private_in_place(module: nn.Module, loop: HandleLoop) -> nn.Module:
@@ -196,10 +214,9 @@ def _refuse_backward(_: Tensor) -> None:
     )
 
 
-class PrivateOptimizer(Optimizer):
+class PrivateOptimizer(OpacusOptimizer):
     """Mixin of a private optimizer. The optimizer stays an instance of its class, and schedulers work on it."""
 
-    _loop: HandleLoop
     _opt_called: bool
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -231,53 +248,6 @@ class PrivateOptimizer(Optimizer):
         self._loop.clear()
         super().zero_grad(set_to_none)
 
-    @property
-    def noise_multiplier(self) -> float:
-        """Noise ÷ C. It cannot be set: noise that is chosen on the way may follow what was seen."""
-        return self._loop.plan.noise_multiplier
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C, which cannot be set either."""
-        return self._loop.clip
-
-    @property
-    def expected_batch_size(self) -> float:
-        """The public size of a sample, which sums are divided by."""
-        return self._loop.expected_batch
-
-    @property
-    def original_optimizer(self) -> Optimizer:
-        """Opacus' name for the optimizer that was given: it is this one."""
-        return self
-
-    def attach_step_hook(self, *_: object) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError(
-            "attach_step_hook: cost is counted by the loop itself. For anything else use "
-            "optimizer.register_step_post_hook(fn), which torch has for every optimizer."
-        )
-
-    def signal_skip_step(self, *_: object, **__: object) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError(
-            "signal_skip_step: use BatchMemoryManager, which cuts a sample into pieces and steps once."
-        )
-
-    def clip_and_accumulate(self) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError("clip_and_accumulate: call optimizer.step(), which clips, adds noise and steps.")
-
-    add_noise = scale_grad = pre_step = clip_and_accumulate
-
-    @property
-    def grad_samples(self) -> NoReturn:
-        """Not here: raises, with what to use."""
-        raise ValueError(
-            "grad_samples: gradients of single records are never kept. qt.clipped_gradient_sum gives clipped sums "
-            "and norms, without noise."
-        )
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a private optimizer cannot be copied or pickled: two would share one loop. Save its state_dict()."
@@ -297,8 +267,9 @@ def made_private(optimizer: Optimizer, loop: HandleLoop) -> Optimizer:
     return optimizer
 
 
-def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+def check_kind(optimizer: object) -> None:
+    """Raise unless it is a torch optimizer that takes one dense gradient in a step."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer: must be a torch optimizer of the module's parameters, not {type(optimizer).__name__}, "
@@ -311,15 +282,22 @@ def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Non
             "LBFGS evaluates its closure many times in a step, and each would be a release: use SGD, Adam or "
             "another optimizer that needs one gradient in a step."
         )
-    own = {id(param) for param in params}
+
+
+def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+    check_kind(optimizer)
+    known = list(params)
+    own, in_shards = {id(param) for param in known}, any(is_shard(param) for param in known)
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", range(len(group["params"])))
         for name, param in zip(names, group["params"], strict=True):
             if id(param) not in own:
+                late = " If it was made before fully_shard, which puts other parameters in: make it afterwards."
                 raise ValueError(
                     f"the optimizer holds parameters of another module: {name!r} of its group {number}, of shape "
                     f"{tuple(param.shape)}. Their gradients would not be private, and nothing was stepped. Make "
-                    "one module of all that is trained and give it to make_private."
+                    f"one module of all that is trained and give it to make_private.{late if in_shards else ''}"
                 )
 
 
@@ -336,9 +314,20 @@ class PrivateLoader:
         self.dataset: Any = loader.dataset
         self._iterators = 0
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the given loader has: its sampler, workers and ``collate_fn``; setting them changes nothing."""
+        if name in ("original", "loop"):
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
     @property
     def privacy(self) -> Privacy:
         return self.loop.privacy
+
+    @property
+    def sample_rate(self) -> float:
+        """Opacus' name for the probability of a record to be in a sample: its public size over n."""
+        return self.loop.expected_batch / self.loop.plan.n_public
 
     @property
     def batch_size(self) -> float:
@@ -417,20 +406,28 @@ class LoaderContents(NamedTuple):
     drop_last: bool
 
 
-def read_loader(loader: DataLoader[object] | PrivateLoader, n_public: int | None) -> LoaderContents:
+def read_loader(
+    loader: DataLoader[object] | PrivateLoader, n_public: int | None, relation: str | Relation
+) -> LoaderContents:
     """Return the contents of a loader that goes once through its data set, or through a part of it.
 
     A loader that an earlier loop's was made of is the same again. On several processes a ``DistributedSampler``
     deals the records out by rank, so a sample is as large as the batches of all ranks.
     """
     loader = loader.original if isinstance(loader, PrivateLoader) else loader
+    if not all(hasattr(loader, name) for name in ("dataset", "batch_sampler", "collate_fn")):
+        raise TypeError(
+            f"data_loader: must be a torch DataLoader, not {type(loader).__name__}, e.g. DataLoader(data, "
+            "batch_size=64, shuffle=True)."
+        )
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         if loader.batch_size is None:
             raise DataError(
                 "the stream makes its own batches: give the loader a batch_size, and let it yield records."
             )
-        return LoaderContents(loader, read_stream(dataset, n_public), loader.batch_size, bool(loader.drop_last))
+        records = read_stream(dataset, n_public, relation)
+        return LoaderContents(loader, records, loader.batch_size, bool(loader.drop_last))
     if not isinstance(dataset, Sized):
         raise DataError(
             f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "

@@ -107,10 +107,21 @@ class RecordSeeds:
             middle = low + int(np.searchsorted(ones, 1))
             nodes += [(middle, high, bit - 1), (low, middle, bit - 1)]
 
-    def dealt(self, count: int) -> list[npt.NDArray[np.int64]]:
-        """Rows in ``count`` parts, each by its own secret word: one record more or less changes one part."""
-        parts = self._words(_PASS) % np.uint64(count)
-        return [np.flatnonzero(parts == part) for part in range(count)]
+    def dealt(self, count: int, most: int) -> list[npt.NDArray[np.int64]]:
+        """Rows in ``count`` parts of at most ``most``, by secret words; more where ``count·most`` rows are too few.
+
+        In the order of their words, rows go into the part that their word says, or into the next that has room. One
+        record less lets those move up that it had displaced, one in each part, in few parts.
+        """
+        words = self._words(_PASS)
+        wanted, room = (words % np.uint64(count)).tolist(), max(most, -(-len(words) // count))
+        parts: list[list[int]] = [[] for _ in range(count)]
+        for row in np.argsort(words, kind="stable").tolist():
+            part = wanted[row]
+            while len(parts[part]) == room:
+                part = (part + 1) % count
+            parts[part].append(row)
+        return [np.sort(np.array(part, np.int64)) for part in parts]
 
     def share(self, rank: int, world: int) -> npt.NDArray[np.bool_]:
         mine: npt.NDArray[np.bool_] = self._words(_SHARE) % np.uint64(world) == rank
