@@ -42,7 +42,7 @@ ROWS = [
         ("baseline DP-SGD", "methods.dp_sgd:DPSGD", "the rival of figures 3 to 5"),
         ("baseline DP-AGD", "methods.dp_agd:DPAGD", "zCDP filter; its authors' experiment in adaptive_descent"),
         ("Lemma 3.7", "core.accounting.events:FixedSizeSampled", "true, seven times too loose; not used"),
-        ("Theorem 4.1", "reproduce/errata.py", "**infeasible** at its own ε of .2, .5 and 1.2; falls short for CNN5"),
+        ("Theorem 4.1", "reproduce/errata.py", "**infeasible** at its own ε of .2, .5 and 1.2; its formula without the condition falls short for CNN5"),
         ("Remark 4.3", "core.session.queries:RecursiveMomentumQuery", "the right sensitivity; section 6.1 swaps the clips"),
         ("Theorem 4.4, with (B.17) and (B.20)", "methods.theorems:bounds", "a limit in numbers, with the plan's noise"),
         ("Theorem 5.1", "federation.plan:FederatedPlan", "true if b_j/n_j is the same for all; each party has its own rate here"),

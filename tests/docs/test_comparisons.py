@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from reproduce import errata
 from reproduce.comparisons import Comparison, Contender, Searched
 from reproduce.exhibits import exhibits
 from reproduce.rows import OTHERS, PAGE, ROWS, page
@@ -99,9 +101,24 @@ def test_numbers_of_the_errata_are_those_computed() -> None:
     (table,) = json.loads((ROOT / "reproduce" / "results" / "errata.json").read_text(encoding="utf-8"))["tables"]
     text = (ROOT / "docs" / "methods" / "papers.md").read_text(encoding="utf-8")
     section = text.partition("## Errata of paper 000")[2].partition("\n## ")[0]
-    computed = {f"{value:.2f}" for row in table["rows"] for value in row[1:]}
+    computed = {f"{value:.2f}" for row in table["rows"] for value in row[1:] if isinstance(value, float)}
     printed = re.findall(r"(?<![\w.])\d+\.\d\d(?![\w.])", section)
-    assert len(printed) > 12
+    assert len(printed) > 25
     assert set(printed) <= computed
-    for name, z, _, _ in table["rows"]:
-        assert f"{z:.2f}" in printed or name.startswith("a9a, ε = 0.5: Theorem"), name
+    for name, z, needed, epsilon, condition in table["rows"]:
+        assert z is None or f"{z:.2f}" in printed or name.startswith("a9a, ε = 0.5: the formula"), name
+        if condition == "excludes it":  # else the theorem and its bare formula are the same thing
+            assert f"{epsilon:.2f}" in printed or name.startswith("a9a"), name
+            assert z < 2.0 * math.sqrt(0.7) or name.startswith("a9a"), name
+        if condition == "holds":
+            assert z > needed, name  # the theorem is loose, not false
+
+
+def test_theorem_4_1_is_its_formula_and_its_condition() -> None:
+    """σ′² = z²/4 ≥ 0.7: the formula's own least z for MNIST at ε = 7 is below what the theorem admits."""
+    n, batch, steps, epsilon = errata.CASES["MNIST, ε = 7"]
+    bare, stated = errata.printed(n, batch, steps, epsilon, 1), errata.theorem(n, batch, steps, epsilon)
+    assert stated is not None
+    assert bare**2 / 4.0 < 0.7 <= stated**2 / 4.0
+    assert (round(bare, 2), round(stated, 2)) == (1.57, 2.07)
+    assert errata.theorem(*errata.CASES["a9a, ε = 0.5"]) is None

@@ -241,7 +241,8 @@ def _recursive(algorithm: DPSRM, known: Known) -> Iterator[Bound]:
         2(1−γ)²ζ²/(γb) + 2γG²/b + d(s² + s₀²/T)/γ + G²/(Tγb₀)                                              (B.14)
 
     they are 4L·gap/(Tζ) + E/ζ + 2ζ (B.7) and √E (Jensen). s and s₀ are the plan's noise, where the paper inserts
-    (B.19), which no noise obeys at its own budgets. (B.10) prints ζ²/b² for ζ²/b; (B.11) has it right.
+    (B.19), which no noise obeys at its own budgets. (B.10) prints ζ²/b² for ζ²/b; (B.11) has it right. (B.15) and
+    (B.17) print γG²/(ζb) where (B.14) ÷ ζ has 2γG²/(ζb), which is what E/ζ is here.
     """
     lipschitz, smooth = known.constants.needed("lipschitz", "smoothness")
     gap, zeta, gamma = known.initial_gap, algorithm.zeta, algorithm.gamma
