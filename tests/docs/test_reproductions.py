@@ -259,6 +259,9 @@ def of_003() -> Iterator[str]:
         yield " % against ".join(f"{data[loss, m]['mean_error']:.1f}" for m in ("practical, re-used", "dp-sgd"))
     slope = [r["slope"] for r in results("sosp")["theorem_2"] if "slope" in r]
     yield f"α falls as n^−{abs(statistics.fmean(slope)):.2f}"
+    *solved, slope_in_m = results("sosp")["theorem_3"]
+    yield "α is " + " / ".join(short(row["alpha"], 3) for row in solved)
+    yield f"falls as m^−{abs(slope_in_m['slope']):.2f}"
     one = next(r["c"] for r in results("sosp")["noise_constants"] if r["epsilon"] == 1.0)
     yield f"c₁ = c₂ = {one:.2f} at ε = 1"
 
