@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from reproduce import errata
-from reproduce.comparisons import Comparison, Contender, Searched
+from reproduce.comparisons import Comparison, Contender, Outcome, Searched
 from reproduce.exhibits import exhibits
 from reproduce.rows import OTHERS, PAGE, ROWS, page
 
@@ -47,20 +47,104 @@ def test_a_published_lead_is_that_of_a_fair_comparison(path: Path) -> None:
         assert not any(row[k] is not None for row in table["rows"] for k in ahead), f"{path.name}: {table['title']}"
 
 
-def contender(*, method: str = "a", chosen: float = 3.0, clip: float = 2.0, tried: int = 10) -> Contender:
-    return Contender(method, [Searched("rate", [1.0, 3.0, 9.0], chosen)], tried, clip)
+LEAD = re.compile(
+    r"\b(ahead|beats?|outperforms?|better by|worse by|errs? less|less error than|loses to|wins? (?:at|in|on)"
+    r"|(?:is|are) (?:the )?(?:best|worst))\b|\bby [^.|;]{0,30}standard errors|times smaller",
+    re.IGNORECASE,
+)
+CLAIM = re.compile(r"^\W*The paper claims")
+UNTUNED = "both have the same settings, and nothing was searched"
+LEADS: dict[tuple[str, str], str] = {
+    ("choosing.md", "‖∇F‖ of DP-GD ÷ that of DP-SPIDER"): "valley",
+    ("choosing.md", "records whose slopes differ"): "valley",
+    ("methods/dp-spider.md", "On a curved valley"): "valley",
+    ("reproductions/001.md", "where a constant rate is better by six standard errors"): "stagewise",
+    ("reproductions/002.md", "ahead of the unweighted average"): UNTUNED,
+    ("reproductions/002.md", "ahead in 54 of 105"): UNTUNED,
+    ("reproductions/004.md", "under the printed noises output perturbation beats"): UNTUNED,
+}
+"""Every sentence that says that a method is ahead: the result file that shows it, or why it needs none."""
+
+
+def said(path: Path) -> Iterator[str]:
+    """The sentences and rows of tables of a page, without code, quotations and what a paper claims."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for part in re.split(r"\n\s*\n|\n(?=[-|#*] |\|)", text):
+        line = " ".join(part.split())
+        if line.startswith(("#", "<", "- **Claims**")):
+            continue
+        for sentence in re.split(r"(?<=\w[.:]) (?=[A-Z*])", re.sub(r'"[^"]*"', "", line)):
+            if sentence and not CLAIM.match(sentence):
+                yield sentence
+
+
+PAGES = [
+    path
+    for where in ("choosing.md", "reproductions.md", "reproductions/*.md", "methods/*.md")
+    for path in sorted((ROOT / "docs").glob(where))
+    if path.name != "rows.md"
+]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT / "docs").as_posix())
+def test_a_page_says_ahead_only_of_a_fair_comparison(path: Path) -> None:
+    """A sentence that says who leads is in the list, and its result file holds a comparison without faults."""
+    page_name = path.relative_to(ROOT / "docs").as_posix()
+    for line in said(path):
+        if not LEAD.search(line):
+            continue
+        reasons = [reason for (page, words), reason in LEADS.items() if page == page_name and words in line]
+        assert reasons, f"{page_name} says who is ahead, and no comparison is named for it: {line[:300]}"
+        for reason in reasons:
+            if reason != UNTUNED:
+                assert supported(reason), f"{page_name}: {reason}.json holds no valid comparison"
+
+
+def supported(stem: str) -> bool:
+    """Whether a result file states a lead, and all that it states are of comparisons without faults."""
+    record = json.loads((ROOT / "reproduce" / "results" / f"{stem}.json").read_text(encoding="utf-8"))
+    found = list(leads(record))
+    return bool(found) and all(not list(Comparison.from_json(lead["comparison"]).faults()) for lead in found)
+
+
+def test_the_list_of_leads_names_what_the_pages_say() -> None:
+    for page_name, words in LEADS:
+        assert any(words in line and LEAD.search(line) for line in said(ROOT / "docs" / page_name)), words
+
+
+@pytest.mark.parametrize("words", ["DP-GD is ahead of it by four standard errors", "it beats DP-SGD", "errs less"])
+def test_a_lead_without_a_comparison_would_be_found(words: str, tmp_path: Path) -> None:
+    page_of_one = tmp_path / "page.md"
+    page_of_one.write_text(f"# Title\n\n- **Ranking**: at ε = .2 {words}\n  on both sets.\n", encoding="utf-8")
+    (line,) = said(page_of_one)
+    assert LEAD.search(line)
+    assert not supported("nonconvex_printed")
+
+
+def contender(
+    *, method: str = "a", chosen: float = 3.0, clip: float = 2.0, tried: int = 10, outcome: Outcome | None = None
+) -> Contender:
+    return Contender(method, [Searched("rate", [1.0, 3.0, 9.0], chosen)], tried, clip, outcome)
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
-    [({"chosen": 9.0}, "search further"), ({"clip": 2.4}, "effective clips differ"), ({"tried": 30}, "unequal")],
+    [
+        ({"chosen": 9.0}, "search further"),
+        ({"clip": 2.4}, "effective clips differ"),
+        ({"tried": 30}, "unequal"),
+        ({"outcome": Outcome(2.75, 2.5, 2.7, 2.5)}, "above a tenth"),
+        ({"outcome": Outcome(math.nan, 0.1, 2.7, 0.1)}, "above a tenth"),
+        ({"outcome": Outcome(2.75, 0.1, 0.2, 0.1)}, "more than three standard errors away"),
+    ],
 )
 def test_a_comparison_with_a_fault_is_found(changes: dict[str, Any], fault: str) -> None:
     assert list(Comparison("x", [contender(), contender()]).faults()) == []
-    (found,) = Comparison("x", [contender(), contender(method="b", **changes)]).faults()
+    found, *_ = Comparison("x", [contender(), contender(method="b", **changes)]).faults()
     assert fault in found
     again = Comparison.from_json(json.loads(json.dumps(Comparison("x", [contender(**changes)]).to_json())))
     assert again.contenders[0].effective_clip == contender(**changes).effective_clip
+    assert list(again.faults()) or not list(Comparison("x", [contender(**changes)]).faults())
 
 
 def test_the_limits_of_the_advice_are_those_measured() -> None:

@@ -270,7 +270,7 @@ SPIDER = qg.DPSpider(
 
 
 @pytest.mark.parametrize("trust", ["curator", "local"])
-def test_a_slot_with_correlated_noise_runs_beside_one_without(trust: str) -> None:
+def test_a_slot_with_correlated_noise_runs_beside_one_without(trust: Any) -> None:
     """Draws of the second slot are not rounds: noise and cohorts go by draws, and the price is that of both."""
     rng = np.random.default_rng(0)
     X = rng.normal(size=(120, 4))
@@ -282,7 +282,7 @@ def test_a_slot_with_correlated_noise_runs_beside_one_without(trust: str) -> Non
 
 
 @pytest.mark.parametrize("secure", ["masks", "servers"])
-def test_a_secure_sum_makes_one_kind_of_noise(secure: str) -> None:
+def test_a_secure_sum_makes_one_kind_of_noise(secure: Any) -> None:
     rng = np.random.default_rng(0)
     parties = [Party((rng.normal(size=(40, 4)), np.zeros(40)), name=f"p{k}") for k in range(3)]
     with pytest.raises(ValueError, match="one kind of noise"):
