@@ -161,6 +161,36 @@ def test_the_limits_of_the_advice_are_those_measured() -> None:
     assert "compare" in str(Regime(1.0, 1.0, 1.0))
 
 
+def test_the_regimes_on_the_page_are_those_measured() -> None:
+    """Each row of the table in ``choosing.md``: the ratio, and for each ν the gain and its standard errors."""
+    rows = json.loads((ROOT / "reproduce" / "results" / "valley.json").read_text(encoding="utf-8"))["rows"]
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    for ratio in sorted({row["ratio"] for row in rows}):
+        mine = sorted((row for row in rows if row["ratio"] == ratio), key=lambda row: float(row["noise"]))
+        cells = [
+            f"{row['gain']:.2f} ({row['standard_errors']:+.1f})" if "gain" in row else "no lead stated"
+            for row in mine
+        ]
+        assert f" | {' | '.join(cells)} |".replace("-", "−") in text
+    for table in json.loads((ROOT / "reproduce" / "results" / "spider_tables.json").read_text("utf-8"))["rows"]:
+        losses = [f"{table[m]['mean']:.4f} ± {table[m]['mean_se']:.4f}" for m in ("dp-gd", "dp-spider")]
+        assert all(loss.replace("0.", ".") in text for loss in losses)
+
+
+def test_no_outcome_of_the_valley_is_one_of_luck() -> None:
+    """Every contender was chosen by many seeds and agrees with itself on others; DP-GD's search is shared."""
+    rows = json.loads((ROOT / "reproduce" / "results" / "valley.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        outcomes = [each.outcome for each in Comparison.from_json(row["comparison"]).contenders]
+        assert None not in outcomes
+        assert "faults" in row or not [fault for each in outcomes if each for fault in each.faults()]
+    for noise in {row["noise"] for row in rows}:
+        same = [row["dp-gd"] for row in rows if row["noise"] == noise]
+        means = [each["mean"] for each in same]
+        assert max(means) - min(means) < 5.0 * max(each["mean_se"] for each in same)
+
+
 def test_the_page_of_rows_is_in_step_with_the_registry() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
     places = {row.where for row in ROWS}
