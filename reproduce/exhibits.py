@@ -333,7 +333,7 @@ def second_order() -> Iterator[Exhibit]:
         Series(f"d = {d}", [(r["n"], r["alpha"]) for r in solved["theorem_2"] if r["d"] == d and "alpha" in r])
         for d in kinds(solved["theorem_2"], "d")
     ]
-    names = ("theorem 2", "lemma 7", "algorithm 4")
+    names = ("theorem 2", "theorem 3", "lemma 7", "algorithm 4")
     for name, table in zip(names, solved["tables"], strict=True):
         charts = [Lines("α by equations (4) and (5)", slopes, "n", "α", log_x=True, log_y=True)]
         yield Exhibit(

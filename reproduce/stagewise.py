@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -38,6 +39,7 @@ import quietgrad.torch as qt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.allocator import keep_freed_memory
+from reproduce.comparisons import Comparison, Contender, Searched
 from reproduce.mnist import Images, error, mnist, small_digits
 from reproduce.models import MnistCNN2
 from reproduce.store import print_table
@@ -177,7 +179,7 @@ def keep(kind: str, row: dict[str, Any]) -> None:
     about = {"delta": DELTA, "clip": CLIP, "batch_size": BATCH, "steps": FIRST * 14, "n": 60_000}
     record = {**about, **rows, "summary": summary(rows["fits"])}
     command = "python reproduce/stagewise.py --tune, then python reproduce/stagewise.py"
-    save(RESULTS, {"command": command, **record, "tables": tables(record)})
+    save(RESULTS, {"command": command, **record, "judged": judged(record), "tables": tables(record)})
 
 
 def best_step(schedule: str) -> float:
@@ -207,6 +209,28 @@ def summary(fits: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row["epsilon_attained"] = epsilon_attained(*run) if poisson else None
         rows.append(row)
     return rows
+
+
+def judged(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Stages beside a constant rate where their rates were searched: ε = 8, Poisson samples, one clip."""
+    pair = ["DPageS", "DP-SGD-const"]
+    rows = {
+        row["schedule"]: row for row in record["summary"] if (row["epsilon"], row["sampling"]) == (8.0, "poisson")
+    }
+    contenders = []
+    for name in pair:
+        steps = [row["step"] for row in record["search"] if row["schedule"] == name]
+        if len(steps) < len(RATES[name]) or name not in rows:
+            return []
+        contenders.append(
+            Contender(name, [Searched("step", steps, rows[name]["step"])], len(steps), record["clip"])
+        )
+    comparison = Comparison("MNIST, ε = 8, Poisson samples, 280 steps", contenders)
+    verdict: dict[str, Any] = {"comparison": comparison.to_json(), "faults": list(comparison.faults())}
+    if not verdict["faults"]:
+        apart = math.hypot(*(rows[name]["standard_error"] for name in pair))
+        verdict["standard_errors"] = (rows[pair[0]]["mean_error"] - rows[pair[1]]["mean_error"]) / apart
+    return [verdict]
 
 
 def tables(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -54,13 +54,13 @@ def of_000() -> Iterator[str]:
     cells = printed_cells()
     central = [m for m in next(iter(cells.values())) if "printed" not in m and m != "DDP-SRM"]
     assert not any(min(central, key=lambda m: cell[m]["test_loss"]) == "DP-SRM" for cell in cells.values())
-    yield "DP-SRM is not the best in any of the four cells"
-    a9a, ijcnn = cells["a9a", 0.2], cells["ijcnn1", 0.2]
-    assert min(behind(a9a, "DP-GD"), behind(ijcnn, "DP-GD"), behind(a9a, "DP-SGD")) > 3.5
-    assert 1.8 < behind(ijcnn, "DP-SGD") < 2.5
-    yield "DP-GD is ahead of it by four standard errors on both sets, DP-SGD by four on a9a and two on ijcnn1"
-    for data in ("a9a", "ijcnn1"):
-        assert max(abs(behind(cells[data, 0.5], m)) for m in ("DP-GD", "DP-SGD")) < 1.5
+    yield "DP-SRM does not have the least loss in any of the four cells"
+    (few,), (many,) = ({cell[m]["searched"] for cell in cells.values()} for m in ("DP-GD", "DP-SRM"))
+    yield f"DP-GD tried {few} settings where DP-SRM tried {many}"
+    assert {at for at, cell in cells.items() if cell["DP-GD"]["choice"] == few - 1} == {
+        ("ijcnn1", 0.2), ("ijcnn1", 0.5)
+    }  # fmt: skip
+    yield "its best step on ijcnn1 is the last of its list"
     assert all(abs(behind(cell, "DDP-SRM")) < 2.0 for cell in cells.values())
     yield "DDP-SRM is within two standard errors of DP-SRM everywhere"
     close = {
@@ -119,7 +119,6 @@ def of_pictures() -> Iterator[str]:
         yield f"| {epsilon:g} | {' | '.join(cells)} |"
     for table in results("cifar")["tables"][:2]:
         for a, b in zip(table["rows"][::2], table["rows"][1::2], strict=True):
-            assert b[3] - a[3] > 5.0  # "by five points"
             yield (f"| {a[0]:g} | {a[2]:.1f} | {a[3]:.1f} ± {short(a[4], 1)} | {b[2]:.1f} | "
                    f"{b[3]:.1f} ± {short(b[4], 1)} |")  # fmt: skip
 
@@ -181,7 +180,9 @@ def of_001() -> Iterator[str]:
         a, b = cell["DPageS", epsilon, sampling], cell["DP-SGD-const", epsilon, sampling]
         return float((a["mean_error"] - b["mean_error"]) / math.hypot(a["standard_error"], b["standard_error"]))
 
-    assert 5.5 < apart(8.0, "poisson") < 6.5
+    (verdict,) = record["judged"]
+    assert verdict["standard_errors"] == pytest.approx(apart(8.0, "poisson"))
+    assert 5.5 < verdict["standard_errors"] < 6.5
     assert abs(apart(8.0, "fixed-size")) < 2.0
     assert abs(apart(2.0, "poisson")) < 2.0
     yield "where a constant rate is better by six standard errors"
@@ -259,6 +260,9 @@ def of_003() -> Iterator[str]:
         yield " % against ".join(f"{data[loss, m]['mean_error']:.1f}" for m in ("practical, re-used", "dp-sgd"))
     slope = [r["slope"] for r in results("sosp")["theorem_2"] if "slope" in r]
     yield f"α falls as n^−{abs(statistics.fmean(slope)):.2f}"
+    *solved, slope_in_m = results("sosp")["theorem_3"]
+    yield "α is " + " / ".join(short(row["alpha"], 3) for row in solved)
+    yield f"falls as m^−{abs(slope_in_m['slope']):.2f}"
     one = next(r["c"] for r in results("sosp")["noise_constants"] if r["epsilon"] == 1.0)
     yield f"c₁ = c₂ = {one:.2f} at ε = 1"
 
@@ -302,20 +306,38 @@ def of_image_settings() -> Iterator[str]:
     yield f"{len(plain)} fits of DP-SGD and {len(reduced)} of DP-SRM"
     best = min(plain, key=lambda row: float(row["error"]))
     yield f"DP-SGD's best has step {short(best['step'], 1)}, b = {best['batch']} and C = {best['clip']:.1f}"
-    by_gamma = {row["second"]: row for row in reduced if row["step"] == best["step"]}
+    by_gamma = {
+        row["second"]: row
+        for row in reduced
+        if (row["step"], row["batch"], row["joint"]) == (best["step"], best["batch"], True)
+    }
     assert min(by_gamma, key=lambda gamma: float(by_gamma[gamma]["error"])) == 0.99
-    yield f"γ = .99 errs on {by_gamma[0.99]['error']:.2f} %, γ = .9 on {by_gamma[0.9]['error']:.2f}"
-    (wild,) = [row for row in reduced if row["step"] == 0.25]
+    (wild,) = [row for row in reduced if (row["step"], row["second"]) == (0.25, 0.5)]
     (calm,) = [row for row in plain if row["step"] == 0.25 and row["clip"] == 2.0]
     yield f"{wild['error']:.1f} % where DP-SGD has {calm['error']:.2f}"
-    two = [row["error"] for row in record["search"] if row["method"] == "dp-srm" and not row["joint"]]
-    yield from (f"With the paper's two clips (step .5, γ = .5) it settles, at {error:.2f} %" for error in two)
-    assert [row["step"] for row in (best, by_gamma[0.99])] == [0.5, 0.5]  # the end of the paper's list
-    assert all("standard_errors" not in verdict for verdict in record["judged"])
+    two = {
+        row["second"]: row["error"] for row in record["search"] if row["method"] == "dp-srm" and not row["joint"]
+    }
+    yield f"With the paper's two clips (step .5, γ = .5) it settles, at {two[0.5]:.2f} %"
+    yield f"γ = .99 errs on {by_gamma[0.99]['error']:.2f} % (with two clips {two[0.99]:.2f}), γ = .9 on"
+    yield f"γ = .9 on {by_gamma[0.9]['error']:.2f}, γ = 1 on {by_gamma[1.0]['error']:.2f}"
+    (verdict,) = record["judged"]
+    assert verdict["faults"] == []
+    assert abs(verdict["standard_errors"]) < 1.0  # a tie
     rows = record["tables"][1]["rows"]
-    for mean, deviation in ((7, 8), (9, 10)):  # errors, and iterations
-        assert abs(rows[0][mean] - rows[1][mean]) < 2.0 * math.hypot(rows[0][deviation], rows[1][deviation])
-    yield "errors and iterations to the printed 3.81 % are within two standard errors"
+    reduced_row, plain_row, own = rows
+    errors = [f"{row[7]:.2f} ± {short(row[8], 2)}" for row in (reduced_row, plain_row)]
+    counts = [f"{row[9]:.0f} ± {row[10]:.0f}" for row in (reduced_row, plain_row)]
+    yield f"a tie: {errors[0]} against {errors[1]} %, in {counts[0]} against {counts[1]} iterations to the printed"
+    share = reduced_row[9] / plain_row[9]
+    apart = share * math.hypot(reduced_row[10] / reduced_row[9], plain_row[10] / plain_row[9])
+    assert share - 0.3 > 3.0 * apart
+    yield f"it is {share:.2f} ± {short(apart, 2)}"
+    assert (own[5], own[6]) == (2.2, 1)
+    yield f"its own best clip, 2.2, errs on {own[7]:.2f} % by one run"
+    tried = sum(row[4] for row in record["tables"][0]["rows"])
+    yield f"{tried} of {240 + 210} settings searched, three runs: a tie"
+    rows = rows[:2]
     for row in rows:
         _, _, method, _, _, clip, runs, error, spread, count, apart, *_, seconds = row
         cells = [f"{clip:.2f}", f"{runs}", f"{error:.2f} ± {short(spread, 2)}", f"{count:.0f} ± {apart:.0f}"]

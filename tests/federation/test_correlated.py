@@ -259,3 +259,31 @@ def test_a_server_keeps_its_recursion_over_new_keys_of_one_run() -> None:
     with pytest.raises(ValueError, match="already drawn"):
         first.draw(4)
     assert hello("two") is not first
+
+
+# --- correlated differences beside full gradients ---------------------------------------------------------------
+
+
+SPIDER = qg.DPSpider(
+    steps=12, period=6, noise="correlated", sampling="turns", cohorts=3, difference_clip=0.05, smoothness=0.5
+)
+
+
+@pytest.mark.parametrize("trust", ["curator", "local"])
+def test_a_slot_with_correlated_noise_runs_beside_one_without(trust: Any) -> None:
+    """Draws of the second slot are not rounds: noise and cohorts go by draws, and the price is that of both."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(120, 4))
+    parties = [Party((X[k::3], (X[k::3, 0] > 0).astype(float)), name=f"p{k}") for k in range(3)]
+    result = simulate(SPIDER, Logistic(), parties, budget=BUDGET, trust=trust, seed=1)
+    alone = qg.plan(SPIDER, n=120, budget=BUDGET)
+    assert result.privacy.epsilon == pytest.approx(alone.epsilon(), rel=1e-6)
+    assert np.isfinite(result.params).all()
+
+
+@pytest.mark.parametrize("secure", ["masks", "servers"])
+def test_a_secure_sum_makes_one_kind_of_noise(secure: Any) -> None:
+    rng = np.random.default_rng(0)
+    parties = [Party((rng.normal(size=(40, 4)), np.zeros(40)), name=f"p{k}") for k in range(3)]
+    with pytest.raises(ValueError, match="one kind of noise"):
+        simulate(SPIDER, Logistic(), parties, budget=BUDGET, trust="secure", secure=secure, seed=1)

@@ -10,7 +10,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.core.noise.rng import SecureStream
-from quietgrad.core.sampling import Poisson, SinglePass
+from quietgrad.core.sampling import CyclicCohorts, Poisson, Sampler, SinglePass
 from quietgrad.core.sampling.samplers import RowScan, SlotSampler, hashed_slots
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
@@ -50,6 +50,10 @@ ALGORITHMS: dict[str, Any] = {
     "dp-spider": qg.DPSpider(steps=12, period=5, warm_steps=2, smoothness=0.5),
     "dp-spider Poisson": qg.DPSpider(steps=12, period=5, sampling="poisson", batch_size=80, smoothness=0.5),
     "dp-spider drift": qg.DPSpider(steps=12, kappa=0.3, smoothness=0.5),
+    "dp-spider random": qg.DPSpider(steps=12, period=5, returns="random", smoothness=0.5),
+    "dp-spider correlated": qg.DPSpider(
+        steps=12, period=6, noise="correlated", sampling="turns", cohorts=3, difference_clip=0.05, smoothness=0.5
+    ),
 }
 OPEN = {
     "storm": qg.STORM(steps=12, batch_size=40),
@@ -75,6 +79,10 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     def single(self: SinglePass, n_records: int, stream: SecureStream) -> SlotSampler:
         return SlotSampler(hashed_slots(np.arange(n_records), self.n, stream), self.n, self.batch_size)
 
+    def turns(self: CyclicCohorts, n_records: int, stream: SecureStream) -> Sampler:
+        return self.by_id(np.arange(n_records), stream)
+
+    monkeypatch.setattr(CyclicCohorts, "sampler", turns)
     monkeypatch.setattr(Poisson, "sampler", poisson)
     monkeypatch.setattr(SinglePass, "sampler", single)
 

@@ -798,6 +798,22 @@ def test_theory_satisfies_its_equations() -> None:
     assert mu == pytest.approx(max(first, second, 1.0), rel=1e-4)
 
 
+@pytest.mark.parametrize(("parties", "alpha"), [(1, 0.220), (4, 0.143), (16, 0.093), (64, 0.061)])
+def test_theory_of_parties_satisfies_theorem_3(parties: int, alpha: float) -> None:
+    """σ² and r² of one party's batches ÷ m (Lemma 9) give back χ; κ has mn in one term and √m·n in the other."""
+    n, dim = 10**14, 10
+    found = solve(UNIT, n=n, dim=dim, budget=qg.Budget(1.0, 1e-6), risk_bound=1.0, parties=parties)
+    assert found.alpha == pytest.approx(alpha, abs=6e-4)
+    kappa = max((parties * n) ** -0.5, dim**0.4 / (math.sqrt(parties) * n) ** 0.8)
+    assert found.kappa == pytest.approx(kappa)
+    z = qg.plan(qg.PerturbedSGD(), n=1000, budget=qg.Budget(1.0, 1e-6)).noise_multiplier
+    b1, b2, drift = found.batch_size, found.difference_batch_size, math.sqrt(found.kappa)
+    noise = dim * (z * math.hypot(1 / b1, drift / b2)) ** 2
+    sampling = (math.log(dim) * math.hypot(1 / math.sqrt(b1), drift / math.sqrt(b2))) ** 2
+    psi = math.sqrt((noise + sampling) / parties)
+    assert found.chi == pytest.approx(4 * found.mu**2 * psi, rel=1e-4)
+
+
 # --- the scripts behind the numbers run, in their small form ----------------------------------------------------
 
 

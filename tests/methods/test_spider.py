@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -9,17 +10,21 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from reproduce import valley
+from reproduce import spider_tables
+from reproduce import valley_runs as valley
 from scipy import special
 
 import quietgrad as qg
 from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.errors import BudgetError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer
+from quietgrad.methods.learning_rates import Linear
 from quietgrad.methods.oracles.spider import relative_noise, split_for
 from quietgrad.methods.theorems import bounds
+from quietgrad.objectives import Logistic
 from quietgrad.tables.landscapes import SyntheticRecords
 from tests.methods.common import objective, problem
 
@@ -73,6 +78,10 @@ def reference(method: qg.DPSpider, data: Any, session: Listening) -> tuple[list[
     def gradients(w: Floats) -> Floats:
         return np.asarray((1.0 / (1.0 + np.exp(-X @ w)) - y)[:, None] * X)
 
+    sampled = method.sampling in ("poisson", "fixed-size")
+    full = method.batch_size if sampled and method.batch_size else n
+    part = (method.difference_batch_size or full) if sampled else n / (method.cohorts or 1)
+
     def clipped_sum(rows: Floats, clip: float) -> Floats:
         clips.append(clip)
         asked, noise = next(heard)
@@ -84,7 +93,7 @@ def reference(method: qg.DPSpider, data: Any, session: Listening) -> tuple[list[
     path, previous, estimate, drift, since = [w], w, np.zeros_like(w), 0.0, 0
     for t in range(method.steps):
         if t < method.warm_steps:
-            estimate = clipped_sum(gradients(w), method.clip) / n
+            estimate = clipped_sum(gradients(w), method.clip) / full
             since = 0
         else:
             moved = float(np.linalg.norm(w - previous))
@@ -92,11 +101,11 @@ def reference(method: qg.DPSpider, data: Any, session: Listening) -> tuple[list[
             by_period = since % (method.period or method.steps) == 0 if method.kappa is None else False
             by_drift = method.kappa is not None and (since == 0 or drift >= method.kappa)
             if by_period or by_drift:
-                estimate, drift = clipped_sum(gradients(w), method.clip) / n, 0.0
+                estimate, drift = clipped_sum(gradients(w), method.clip) / full, 0.0
             else:
                 change = gradients(w) - gradients(previous)
                 bound = method.difference_clip or method.smoothness * moved
-                estimate = estimate + clipped_sum(change, bound) / (n / (method.cohorts or 1))
+                estimate = estimate + clipped_sum(change, bound) / part
             since += 1
         previous = w
         slope = estimate + 0.001 * w  # the common problem's L2(0.001)
@@ -106,6 +115,12 @@ def reference(method: qg.DPSpider, data: Any, session: Listening) -> tuple[list[
         w = w - rate * slope
         path.append(w)
     return path, clips
+
+
+SAMPLED: dict[str, Any] = {
+    "steps": 12, "period": 4, "learning_rate": 2.0, "smoothness": 0.25, "clip": 0.5, "batch_size": 60,
+    "difference_batch_size": 25,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -125,13 +140,32 @@ def reference(method: qg.DPSpider, data: Any, session: Listening) -> tuple[list[
             sampling="turns",
             cohorts=3,
         ),
+        qg.DPSpider(sampling="poisson", **SAMPLED),
+        qg.DPSpider(sampling="poisson", warm_steps=3, **SAMPLED),
+        qg.DPSpider(sampling="fixed-size", **SAMPLED),
     ],
-    ids=["one chain", "period", "warm start", "drift", "correlated"],
+    ids=[
+        "one chain",
+        "period",
+        "warm start",
+        "drift",
+        "correlated",
+        "Poisson",
+        "Poisson, warm start",
+        "fixed size",
+    ],
 )
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["exact", "private"])
-def test_every_line_is_that_of_the_reference(method: qg.DPSpider, budget: qg.Budget | None) -> None:
-    path, session, data = walked(method, budget)
+@pytest.mark.parametrize("private", [False, True], ids=["exact", "private"])
+def test_every_line_is_that_of_the_reference(method: qg.DPSpider, private: bool) -> None:
+    relation = "replace-one" if method.sampling == "fixed-size" else "add-remove"
+    path, session, data = walked(method, replace(BUDGET, relation=qg.Relation(relation)) if private else None)
     expected, clips = reference(method, data, session)
+    if method.sampling in ("poisson", "fixed-size"):  # samples, and of their own sizes
+        sizes: dict[str, list[int]] = {slot: [] for slot in ("warm", "o1", "o2")}
+        for (slot, _, _), asked in zip(session.heard, session.asked, strict=True):
+            sizes[slot].append(len(asked))
+        assert np.mean(sizes["o2"]) < 0.7 * np.mean(sizes["o1"]) < 0.7 * 100
+        assert method.sampling != "fixed-size" or {*sizes["o1"], *sizes["o2"]} == {60, 25}
     np.testing.assert_allclose(np.stack(path), np.stack(expected), rtol=0.0, atol=1e-9)
     np.testing.assert_allclose([bound for _, bound, _ in session.heard], clips, rtol=1e-9)
 
@@ -168,6 +202,36 @@ def test_the_price_is_that_of_both_slots_and_every_restart_is_in_it() -> None:
         state.estimate = oracle.estimate(state.estimate, state.params, session)
     with pytest.raises(BudgetError, match="10 releases of 'o1' and all were made"):
         oracle.estimate(state.estimate, state.params, session)
+
+
+@pytest.mark.parametrize("given", [{}, {"period": 10}, {"warm_steps": 9, "period": 7}], ids=str)
+def test_a_random_round_pays_for_the_differences_that_are_asked_on_average(given: dict[str, Any]) -> None:
+    """δ(ε) is the mean over R of that of K full gradients and the differences of R steps, all of them Gaussian.
+
+    Full gradients count as if all were asked: how many there are depends on R as well, and the product of two
+    averages would be less than the average of the products.
+    """
+    last = qg.DPSpider(steps=50, split=0.5, **given)
+    plan = qg.plan(replace(last, returns="random"), n=1000, budget=BUDGET)
+    slots = {slot.name: slot for slot in plan.schedule.slots}
+    assert plan.noise_multiplier < 0.95 * qg.plan(last, n=1000, budget=BUDGET).noise_multiplier
+    weights = {name: slot.multiplier(plan.noise_multiplier) ** -2.0 for name, slot in slots.items()}
+    fixed = sum(slot.count * weights[name] for name, slot in slots.items() if name != "o2")
+    deltas = []
+    for steps in range(50):
+        left = max(0, steps - last.warm_steps)
+        differences = left - math.ceil(left / (last.period or 50))
+        mu, epsilon = math.sqrt(fixed + differences * weights["o2"]), plan.epsilon()
+        low, high = special.ndtr([-epsilon / mu - mu / 2.0, -epsilon / mu + mu / 2.0])
+        deltas.append(high - math.exp(epsilon) * low)
+    assert np.mean(deltas) == pytest.approx(1e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize("given", [{"kappa": 0.1}, {"noise": "correlated", "sampling": "turns", "cohorts": 4,
+                                                    "difference_clip": 0.1}], ids=str)  # fmt: skip
+def test_a_random_round_counts_everything_where_the_average_has_no_proof(given: dict[str, Any]) -> None:
+    slots = qg.DPSpider(steps=50, returns="random", **given).schedule(1000).slots
+    assert [slot.law for slot in slots] == [None, None]
 
 
 def test_theory_splits_where_the_noise_of_an_estimate_is_least() -> None:
@@ -292,13 +356,9 @@ class Valley(BaseObjective):
 
 def test_the_study_walks_the_path_of_the_library() -> None:
     cell = valley.Cell(spread=3.0, noise=1e-300)
-    shared = {"learning_rate": 0.01, "decay": False}
-    reduced = valley.spider(cell, 60, [{**shared, "full_gradients": 4, "split": 0.5}], np.random.default_rng(0), 1)[
-        0, 0
-    ]
-    plain = valley.descend(cell, 60, [{**shared, "momentum": 0.0, "average": False}], np.random.default_rng(0), 1)[
-        0, 0
-    ]
+    shared = {"steps": 60, "learning_rate": 0.01, "decay": False, "average": False}
+    reduced = valley.points("dp-spider", cell, {**shared, "full_gradients": 4, "split": 0.5}, 0, 1)[0]
+    plain = valley.points("dp-gd", cell, {**shared, "momentum": 0.0}, 0, 1)[0]
     methods: dict[str, Any] = {
         "spider": qg.DPSpider(
             steps=60, period=15, learning_rate=0.01, clip=cell.clip, smoothness=valley.SMOOTHNESS, split=0.5
@@ -311,6 +371,47 @@ def test_the_study_walks_the_path_of_the_library() -> None:
     plan = qg.plan(methods["spider"], n=20, budget=BUDGET)
     z1, z2 = (slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots)
     assert z2 / z1 == pytest.approx(math.sqrt(56 / 0.5) / math.sqrt(4 / 0.5))  # as in the study's two noises
+
+
+@pytest.mark.parametrize("method", ["dp-gd", "dp-spider"])
+def test_the_study_of_tables_walks_the_path_of_the_library(method: str) -> None:
+    """Without noise, with a decaying step: the walk, and the average of its second half."""
+    X, y = problem(300)
+    X = spider_tables.scaled(X)
+    fit = spider_tables.Fit.of((X, y), (X, y), 0.0)
+    settings = {"learning_rate": 3.0, "decay": True, "momentum": 0.0, "full_gradients": 3, "split": 0.5}
+    last, average, length = fit.walk(method, 12, [settings], 0, 1)
+    shared: dict[str, Any] = {"steps": 12, "learning_rate": Linear(3.0, end=1.0 / 12.0)}  # 1 − t/T
+    theirs: Any = qg.DPGD(**shared)
+    if method == "dp-spider":
+        theirs = qg.DPSpider(period=4, smoothness=0.25, split=0.5, **shared)
+    loss, path = Logistic(row_bound=1.0), list[Floats]()  # begins with θ⁰
+    for returns, expected in (("last", last), ("average", average)):
+        result = qg.minimize(
+            loss, (X, y), replace(theirs, returns=returns), budget=None,
+            callback=lambda progress: path.append(np.array(progress.params)),
+        )  # fmt: skip
+        np.testing.assert_allclose(expected[0, 0], result.params, atol=1e-5)
+    walked = sum(float(np.linalg.norm(b - a)) for a, b in itertools.pairwise(path[:13]))
+    assert length[0, 0] == pytest.approx(walked, rel=1e-4)
+
+
+def test_the_noise_of_the_study_of_tables_is_that_of_the_plan() -> None:
+    """√(K/s)·z and √((T−K)/(1−s))·z, z of one release: the library's two slots."""
+    z = calibrate_event(events.Gaussian, budget=BUDGET)
+    X, y = problem(50)
+    fit = spider_tables.Fit.of((X, y), (X, y), z)
+    settings = {"full_gradients": 3, "split": 0.3, "momentum": 0.0}
+    plan = qg.plan(qg.DPSpider(steps=12, period=4, split=0.3), n=50, budget=BUDGET)
+    expected = [slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots]
+    assert [each.item() for each in fit._constants("dp-spider", 12, [settings])[2:]] == pytest.approx(
+        expected, rel=1e-3
+    )
+    alone = qg.plan(qg.DPSpider(steps=12, period=1), n=50, budget=BUDGET)
+    all_full = fit._constants("dp-spider", 12, [{**settings, "full_gradients": 96}])[2].item()
+    assert all_full == pytest.approx(alone.noise_multiplier, rel=1e-3)
+    descent = qg.plan(qg.DPGD(steps=12), n=50, budget=BUDGET).noise_multiplier
+    assert fit._constants("dp-gd", 12, [settings])[2].item() == pytest.approx(descent, rel=1e-3)
 
 
 # --- bounds -------------------------------------------------------------------------------------------------------

@@ -92,18 +92,46 @@ def test_settings_follow_their_formulas() -> None:
 
 
 def test_bounds_follow_their_formulas() -> None:
-    average, stages = made("002 2"), qg.StagewiseDPSGD(1, 3, 10, 0.5, momentum=0.0)
+    average, stages = (
+        made("002 2"),
+        qg.StagewiseDPSGD(1, 12, 10, 0.5, momentum=0.0, early_momentum=2, returns="random"),
+    )
     plan = qg.plan(average, n=N, budget=BUDGET)
     (found,) = bounds(average, STRONG.constants(), plan, dim=D, initial_gap=0.7)
     left, s = (1 - 0.1 / 0.35) ** average.steps, plan.noise_multiplier / N
     assert found.value == pytest.approx(left * 0.7 + D * s**2 / 0.2 * (1 - left))
     stable, order = bounds(stages, STRONG.constants(), qg.plan(stages, n=N, budget=BUDGET), dim=D)
-    power = (1 - 1 / N) * 0.35 * 0.5 * (3 - 5 + 5 / 2)
-    assert stable.value == pytest.approx(2 / ((N - 1) * 0.35) * 6**power + 7 * 10 / N)
+    power = (1 - 1 / N) * 0.35 * 0.5 * (12 - 2 + 2 / 2)
+    assert stable.value == pytest.approx(2 / ((N - 1) * 0.35) * 24**power + 25 * 10 / N)
     assert order.value == pytest.approx(max(D * math.log(1e5) / (0.1 * (N * 2) ** 2), math.sqrt(1 / (0.1 * N))))
     assert {stable.kind, order.kind} == {"rate"}
     assert "at most" not in f"{stable}{order}"
     assert bounds(qg.DPGD(), STRONG.constants(), plan, dim=D) == ()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"clip": 0.01},
+        {"learning_rate": 50.0},
+        {"learning_rate": 0.0145, "momentum": 0.9},  # just above (1−ϱ)²/(2β)
+        {"returns": "last"},
+        {"first_steps": 30},  # η⁰·T⁰ too short for Γ < ½
+    ],
+)
+def test_the_stages_theorems_say_nothing_where_a_hypothesis_fails(broken: dict[str, Any]) -> None:
+    """Theorems 3.3 and 3.4 have the settings of 3.2, so no active clip, short steps, random iterates."""
+    theory = qg.StagewiseDPSGD.theory(STRONG.constants(), **KNOWN, batch_size=100)
+    known: dict[str, Any] = {"dim": D, "initial_gap": 0.7}
+    names = [f"001 theorem 3.{k}" for k in (2, 3, 4)]
+    short = dataclasses.replace(theory, stages=2)
+    assert [each.theorem for each in bounds(short, STRONG.constants(), _planned(short), **known)] == names
+    other = dataclasses.replace(short, **broken)
+    assert bounds(other, STRONG.constants(), _planned(other), **known) == ()
+
+
+def _planned(method: Any) -> Any:
+    return qg.plan(method, n=N, budget=BUDGET)
 
 
 @pytest.mark.parametrize("case", ["002 2", "002 3", "004 2", "004 3", "004 5"])

@@ -199,6 +199,24 @@ def two_noises(curator: CuratorFactory = central) -> Findings:
     return audited(curator, algorithm=SPIDER, runs=200)
 
 
+CORRELATED_SPIDER = replace(
+    SPIDER, steps=12, period=6, noise="correlated", sampling="turns", cohorts=2, difference_clip=0.1
+)
+
+
+def correlated_two_noises(curator: CuratorFactory = central) -> Findings:
+    return audited(curator, algorithm=CORRELATED_SPIDER, runs=200)
+
+
+def correlated_differences(patched: bool) -> Findings:
+    """The bug: differences of DP-SPIDER cancel noise over five turns of a record and pay for one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if patched:
+            once = BufferedToeplitzNoise.made(CORRELATED_SPIDER.steps).sensitivity()
+            patch.setattr(BufferedToeplitzNoise, "sensitivity", lambda self, releases=None: once)
+        return correlated_two_noises()
+
+
 def free_restart(forget: bool) -> Findings:
     """The bug: a chain that begins again is not charged, so the plan claims one full gradient of three."""
     algorithm = replace(SPIDER, period=2, split=0.9)
@@ -414,6 +432,8 @@ TABLE = [
     replaced("swapped C1 and C2", "L0 sensitivity", tight_bound, broken.SwappedClips, RecursiveMomentumQuery),
     switched("forgotten step 0", "L1", forgotten),
     session("a difference's multiplier on full gradients", SCALE, two_noises, broken.OneMultiplier),
+    session("the same beside correlated differences", SCALE, correlated_two_noises, broken.OneMultiplier),
+    switched("correlated differences that pay for one turn", SCALE, correlated_differences),
     switched("a restart without a charge", "L1", free_restart),
     switched("ledger charged after release", "L0 ledger", charged),
     session("fresh record used twice", "L0 reuse", fresh_records, broken.TakesRecordsAgain),

@@ -17,6 +17,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.plans.schedule import plan as make_plan
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import for_table
+from quietgrad.methods.dp_spider import DPSpider
 from quietgrad.methods.regimes import Regime
 from quietgrad.methods.registry import ALGORITHMS
 
@@ -47,7 +48,8 @@ def plan(
     cluster: Annotated[str, Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
     noise_multiplier: Annotated[float | None, Option(help="Fix the noise; ε is then what it proves to be.")] = None,
     radius: Annotated[
-        float | None, Option(help="A public bound on how far the model moves, to say whether differences help.")
+        float | None,
+        Option(help="A public bound on how far the model moves, to say whether differences help (default: path)."),
     ] = None,
     smoothness: Annotated[
         float | None, Option(help="With --radius: M, one record's curvature at most; ¼ for logistic loss.")
@@ -82,6 +84,8 @@ def plan(
         the_plan = make_plan(method, n=n, budget=guarantee, noise_multiplier=noise_multiplier, unit=unit,
                              records_public=records_public)  # fmt: skip
     say_meaning(explain, the_plan.proof.epsilon if the_plan.is_private else None, spec.delta, unit)
+    if radius is None and isinstance(method, DPSpider):
+        radius = method.path
     regime = None if radius is None else _regime(method, radius, smoothness)
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
@@ -96,6 +100,11 @@ def plan(
     if reading is not None:
         show_rows(f"scanning {n:,} rows of {columns} columns on {cluster}", reading.lines())
     say(the_plan.explain())
+    symbols = method.bound_symbols()
+    for slot in the_plan.schedule.slots:
+        if slot.name in symbols:
+            symbol, meaning = symbols[slot.name]
+            say(f"C of {slot.name!r} is {symbol}: {meaning}")
     if regime is not None:
         say(str(regime))
     if the_plan.is_private:
@@ -103,13 +112,15 @@ def plan(
             "on new records: the mean of a loss in [0, 1], such as the error rate, is expected to differ from that "
             f"on these by at most {the_plan.generalization:.3g}, because of the noise"
         )
-        sensitivity = f"{sensitivity_factor(spec.relation):g}·C"
+        moves = sensitivity_factor(spec.relation)
         filtered = the_plan.schedule.composition == "filter"
         lines = []
         for slot in the_plan.schedule.slots:
             scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.factor
-            noise = "within the filter" if filtered else f"{scale:.4g}·C"
-            lines.append((slot.name, slot.count, sampling_words(slot.sampling.to_json()), sensitivity, noise))
+            symbol, _ = symbols.get(slot.name, ("C", ""))
+            noise = "within the filter" if filtered else f"{scale:.4g}·{symbol}"
+            sampling = sampling_words(slot.sampling.to_json())
+            lines.append((slot.name, slot.count, sampling, f"{moves:g}·{symbol}", noise))
         show_table(("release", "at most", "sampling", "sensitivity", "noise σ"), lines)
 
 

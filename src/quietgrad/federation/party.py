@@ -343,8 +343,10 @@ class PartyCurator(Member):
         limit = self.plan.limit(slot)
         if t <= self._journal.last_round:
             raise ProtocolError("coordinator", f"round {t} is stale: {self._journal.last_round} was answered")
-        if draw != t and self.plan.schedule[slot].mechanism.together:
-            # One slot: its draws are the rounds. Otherwise one cohort could be asked in every round.
+        slots = self.plan.schedule.slots
+        if draw != t and len(slots) == 1 and slots[0].mechanism.together:
+            # One slot: its draws are the rounds, by which a secure sum's noise goes. Otherwise one cohort could be
+            # asked in every round. Beside other slots noise and cohorts both go by draws, and no sum is secure.
             raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")

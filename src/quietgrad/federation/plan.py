@@ -125,6 +125,12 @@ class FederatedPlan(Plan):
         if self.secure is not None:
             if self.is_private and not all(slot.mechanism.in_secure_sums for slot in self.schedule.slots):
                 raise ValueError("mechanism: secure sums have Gaussian noise only; choose mechanism='gaussian'.")
+            if self.is_private and self.correlated is not None and len(self.schedule.slots) > 1:
+                named = ", ".join(repr(slot.name) for slot in self.schedule.slots)
+                raise ValueError(
+                    f"noise='correlated' in one of the slots {named}: a secure sum makes one kind of noise in all "
+                    "rounds. Use independent noise, or trust='local' or 'curator'."
+                )
             if self.correlated is not None and len(set(self.dims.values())) > 1:
                 raise ValueError("correlated noise is over vectors of one length; the queries have several.")
             for dim in sorted({*self.dims.values(), 1}):

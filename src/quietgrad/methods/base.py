@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -86,6 +86,10 @@ class Algorithm(HasSchedule, Protocol):
         """
         return iter(())
 
+    def bound_symbols(self) -> Mapping[str, tuple[str, str]]:
+        """What C is in a slot: the symbol of the bound on a record's part, and its meaning."""
+        return {}
+
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """Return the notes that the privacy statement of a run of ``plan`` adds to its ε."""
         return ()
@@ -129,6 +133,9 @@ class FirstOrder(Algorithm):
                 "none; use 'flat' or 'automatic'. No privacy budget was spent."
             )
         clipping.groups(names)  # raises if a parameter is in no group
+
+    def bound_symbols(self) -> Mapping[str, tuple[str, str]]:
+        return self._oracle.bound_symbols()
 
     def rate(self) -> LearningRate:
         """The step-size schedule."""

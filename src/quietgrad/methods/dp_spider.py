@@ -50,8 +50,10 @@ from typing import Any, ClassVar
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.events import round_law
 from quietgrad.core.errors import ExhaustedError, SettingError
 from quietgrad.core.plans.schedule import Schedule
+from quietgrad.core.plans.slots import Law
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import LossConstants
@@ -93,7 +95,11 @@ class DPSpider(FirstOrder):
         cohorts: number of cohorts that take turns.
         noise: ``"correlated"`` for differences on a ``"single-pass"`` or in ``"turns"``; needs ``difference_clip``,
             and steps are shortened to ``difference_clip`` ÷ ``smoothness``.
-        returns: ``"last"``, ``"average"`` of the second half, ``"ema"``, or ``"random"`` round.
+        returns: ``"last"``, ``"average"`` of the second half, ``"ema"``, or ``"random"`` round. The round is drawn
+            before the run, and the accountant averages over the number of differences. It counts full gradients
+            and a warm start as if all were asked, since their numbers grow with that of the differences: two
+            averages taken apart would be too small. With ``kappa``, in turns and under correlated noise everything
+            is counted.
 
     >>> [(slot.name, slot.count) for slot in DPSpider(steps=100, period=25, warm_steps=20).schedule(1000).slots]
     [('warm', 20), ('o1', 4), ('o2', 76)]
@@ -190,9 +196,22 @@ class DPSpider(FirstOrder):
     def oracle(self) -> SpiderOracle:
         values = field_values(self)
         if self.kappa is None:
-            return Spider(**{field.name: values[field.name] for field in fields(Spider)})
+            names = (field.name for field in fields(Spider) if field.name != "law")
+            return Spider(**{name: values[name] for name in names}, law=self._law_of_differences())
         values.update(regime="reuse", difference_batch_size=self.difference_batch_size or self.batch_size)
         return AdaptiveSpider(**{field.name: values[field.name] for field in fields(AdaptiveSpider)})
+
+    def _law_of_differences(self) -> Law | None:
+        """The law of the number of differences of a random round; ``None`` where all of them are counted."""
+        rounds = self.rounds()
+        if rounds is None or self.noise != "independent" or self.sampling not in ("full", "poisson", "fixed-size"):
+            return None
+        chances: dict[int, float] = {}
+        for steps, chance in enumerate(rounds):
+            left = max(0, steps - self.warm_steps)
+            differences = left - -(-left // (self.period or self.steps))
+            chances[differences] = chances.get(differences, 0.0) + chance
+        return round_law([chances[count] for count in sorted(chances)], first=0)
 
     def schedule(self, n_public: int) -> Schedule:
         """``o1`` and ``o2`` with their own multipliers, after the ``warm`` start."""

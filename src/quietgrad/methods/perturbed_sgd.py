@@ -49,7 +49,7 @@ until records or steps run out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -302,6 +302,10 @@ class PerturbedSGD(Algorithm):
         """Refuse a start outside the domain, or settings that mean nothing, before anything is paid for."""
         objective.check_domain(x0)
         self._settle(plan_preview(objective, plan), len(x0))
+
+    def bound_symbols(self) -> Mapping[str, tuple[str, str]]:
+        """Return the oracle's."""
+        return self.oracle.bound_symbols()
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """Return the oracle's queries."""

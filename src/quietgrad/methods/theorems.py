@@ -241,7 +241,8 @@ def _recursive(algorithm: DPSRM, known: Known) -> Iterator[Bound]:
         2(1−γ)²ζ²/(γb) + 2γG²/b + d(s² + s₀²/T)/γ + G²/(Tγb₀)                                              (B.14)
 
     they are 4L·gap/(Tζ) + E/ζ + 2ζ (B.7) and √E (Jensen). s and s₀ are the plan's noise, where the paper inserts
-    (B.19), which no noise obeys at its own budgets. (B.10) prints ζ²/b² for ζ²/b; (B.11) has it right.
+    (B.19), which no noise obeys at its own budgets. (B.10) prints ζ²/b² for ζ²/b; (B.11) has it right. (B.15) and
+    (B.17) print γG²/(ζb) where (B.14) ÷ ζ has 2γG²/(ζb), which is what E/ζ is here.
     """
     lipschitz, smooth = known.constants.needed("lipschitz", "smoothness")
     gap, zeta, gamma = known.initial_gap, algorithm.zeta, algorithm.gamma
@@ -289,6 +290,10 @@ def _spider(algorithm: DPSpider, known: Known) -> Iterator[Bound]:
 def _stages(algorithm: StagewiseDPSGD, known: Known) -> Iterator[Bound]:
     """Paper 001, theorems 3.2, 3.3 and 3.4 as printed, the last two for losses in [0, 1]; θ = 1. All are rates.
 
+    All three have the settings of theorem 3.2 as hypotheses, and nothing is said of a run that breaks one: no clip
+    below L, η⁰ ≤ min{(1−ϱ)²/(2β), 1} with ϱ = 0 where momentum is never on, η⁰(T⁰ − t + t/(2(1−ϱ))) > 1/(2μ), and
+    random iterates.
+
     Theorem 3.2 is (5) with the plan's noise s in the place of π: ½ᴷ(gap + X·η⁰(L²/B + d·s²)/2), where X is its
     fraction ÷ (1 − 2Γ). With (4) for π and T ≤ 2Tᴷ that is the printed line but for a factor η⁰ that stands there
     once too often. Its proof is in a supplement that is not at hand, so it is called a rate.
@@ -300,13 +305,22 @@ def _stages(algorithm: StagewiseDPSGD, known: Known) -> Iterator[Bound]:
     """
     lipschitz, beta = known.constants.needed("lipschitz", "smoothness")
     mu, n = known.convexity, known.plan.n_public
-    if mu <= 0.0 or known.plan.budget is None:
+    t, rho = algorithm.early_momentum, algorithm.momentum if algorithm.early_momentum else 0.0
+    steep = algorithm.learning_rate > min((1.0 - rho) ** 2 / (2.0 * beta), 1.0)
+    if (
+        mu <= 0.0
+        or known.plan.budget is None
+        or algorithm.clip < lipschitz
+        or steep
+        or algorithm.returns != "random"
+    ):
         return
-    t, rho = algorithm.early_momentum, algorithm.momentum
-    reach = algorithm.learning_rate * (algorithm.first_steps - t + t / (2.0 * (1.0 - rho)))
+    rest = algorithm.first_steps - t
+    reach = algorithm.learning_rate * (rest + t / (2.0 * (1.0 - rho)))
+    if rest < 0 or not (small := 1.0 / (4.0 * mu * reach)) < 0.5:
+        return
     last, on = algorithm.length(algorithm.stages), t << algorithm.stages
-    if known.initial_gap is not None and (small := 1.0 / (4.0 * mu * reach)) < 0.5:
-        rest = algorithm.first_steps - t
+    if known.initial_gap is not None:
         fraction = (rest + t / (1.0 - rho) ** 3) / (rest + t / (2.0 * (1.0 - rho))) / (1.0 - 2.0 * small)
         square = lipschitz**2 / algorithm.batch_size + known.dim * known.noise(algorithm.clip) ** 2
         excess = (known.initial_gap + fraction * algorithm.learning_rate * square / 2.0) / 2**algorithm.stages

@@ -61,6 +61,10 @@ class Oracle(Protocol):
         """How far its estimates are from the gradient, if it can say so."""
         return None
 
+    def bound_symbols(self) -> Mapping[str, tuple[str, str]]:
+        """What C is in a slot: the symbol of the bound on a record's part, and its meaning."""
+        return {}
+
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """Yield every query that may be asked, with its slot and the fields that may vary.
 

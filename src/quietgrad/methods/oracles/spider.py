@@ -37,8 +37,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -46,6 +46,7 @@ import numpy as np
 from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.correlated import CorrelatedNoise
 from quietgrad.core.plans.schedule import Slot
+from quietgrad.core.plans.slots import Law
 from quietgrad.core.sampling import FullBatch, Sampling, SamplingName, SinglePass, sampling_of
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import (
@@ -139,6 +140,17 @@ class SpiderOracle(Oracle):
             most = self._difference_bound(LARGEST_CLIP)
             varies = {"clip": (0.0, most)} if self.noise == "independent" else {}
             yield "o2", Asked(GradientDifferenceQuery(params, params, most), varies)
+
+    def bound_symbols(self) -> Mapping[str, tuple[str, str]]:
+        """G of full gradients; M·step, or the constant clip, of differences."""
+        given = "the loss's own"
+        full = ("G", f"the clip of gradients, {given if self.clip is None else format(self.clip, 'g')}")
+        curved = given if self.smoothness is None else format(self.smoothness, "g")
+        most = "" if self.difference_clip is None else f", at most {self.difference_clip:g}"
+        moved = ("M·step", f"M = {curved} (smoothness) and step = ‖θ − θ′‖ bound a difference{most}")
+        if self.noise != "independent":
+            moved = ("C2", f"the clip of differences, {self.difference_clip:g}")
+        return {"warm": full, "o1": full, "o2": moved}
 
     def lipschitz(self, session: Session) -> float:
         """G: the clip, or the loss's own constant."""
@@ -285,6 +297,8 @@ class Spider(SpiderOracle):
         warm_steps: number of plain gradients at the beginning.
         warm_share: share of the budget for these gradients.
         cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`, of the differences.
+        law: of the number of differences, if the number of steps is drawn before the run. Full gradients are then
+            paid for as if all were asked.
 
     >>> [(slot.name, slot.count, round(slot.noise, 2)) for slot in Spider(period=50).slots(1000, steps=100)]
     [('o1', 2, 1.0), ('o2', 98, 7.0)]
@@ -303,6 +317,7 @@ class Spider(SpiderOracle):
     warm_share: PositiveFraction = 0.5
     cohorts: int | None = None
     noise: Noise = "independent"
+    law: Law | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -329,7 +344,7 @@ class Spider(SpiderOracle):
         if self.warm_steps:
             counts, kinds = [self.warm_steps, *counts], [("warm", first, self.warm_share), *kinds]
         slots = [
-            slot_of(name, sampling, count, self.noise if name == "o2" else "independent")
+            slot_of(name, sampling, count, *((self.noise, self.law) if name == "o2" else ("independent",)))
             for count, (name, sampling, _) in zip(counts, kinds, strict=True)
         ]
         weights = [
@@ -338,8 +353,7 @@ class Spider(SpiderOracle):
             for slot, (_, _, part) in zip(slots, kinds, strict=True)
         ]
         return tuple(
-            Slot(slot.name, slot.sampling, slot.count, noise, mechanism=slot.mechanism)
-            for slot, noise in zip(slots, relative_noise(*weights), strict=True)
+            replace(slot, noise=noise) for slot, noise in zip(slots, relative_noise(*weights), strict=True)
         )
 
     def share(self, steps: int) -> float:
