@@ -200,12 +200,10 @@ class PrivateModel(SpendsPrivacy):
         n = number_of(size)
         if isinstance(self.algorithm, str):
             kind = entry(self.algorithm).kind
-            field_names = {each.name for each in fields(kind)}
+            names = {each.name for each in fields(kind)}
             batch = max(1, min(n, 512))  # mini-batch methods take twenty passes
             usual = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
-            given = {
-                key: value for key, value in usual.items() if key in field_names and "batch_size" in field_names
-            }
+            given = {key: value for key, value in usual.items() if key in names and "batch_size" in names}
             method: Algorithm = kind(**given)
             return method
         if self.algorithm is not None:

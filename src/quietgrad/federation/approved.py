@@ -89,11 +89,8 @@ class Approved:
     def read(cls, path: str | Path) -> Approved:
         try:
             content = check_types(read_json(path), "the approval", {"format": int, **fields_of(cls)})
-            field_names = fields_of(cls).keys()
-            if (
-                content.pop("format", None) != _FORMAT
-                or not field_names - _OF_NETWORKS <= content.keys() <= field_names
-            ):
+            names = fields_of(cls).keys()
+            if content.pop("format", None) != _FORMAT or not names - _OF_NETWORKS <= content.keys() <= names:
                 raise ValueError("its fields are those of another version.")
             approval = cls(**content)
             approval.check_own()

@@ -292,10 +292,8 @@ class _Asking:
             return
         # It does not know the run, so it has restarted: open the run there again, then ask what was asked.
         self.readmitted.add(name)
-        opening_replies = self.over.call(
-            {name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good)
-        )
-        why = self.over.admit(name, opening_replies[name]) if name in opening_replies else "does not open the run"
+        replies = self.over.call({name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good))
+        why = self.over.admit(name, replies[name]) if name in replies else "does not open the run"
         if why is None:
             self.over._tell(f"{name} restarted and is back")
             self._number({name: self.messages[name]})

@@ -259,23 +259,19 @@ def template(asked: Asked) -> tuple[Query, Template]:
     """
     query = asked.query
     fields, arrays = pack(query)
-    field_limits: Template = {}
+    limits: Template = {}
     for path, value in _leaves(fields, arrays):
         name = path.removeprefix("query.")
         if name in asked.between:
             low, high = (float(end) for end in asked.between[name])
-            field_limits[path] = {"from": low, "to": high}
+            limits[path] = {"from": low, "to": high}
         elif isinstance(value, np.ndarray):
-            field_limits[path] = [
-                "array",
-                *value.shape,
-                *([{"sha256": _digest(value)}] if name in asked.pinned else []),
-            ]
+            limits[path] = ["array", *value.shape, *([{"sha256": _digest(value)}] if name in asked.pinned else [])]
         else:
-            field_limits[path] = value
-    if missing := {*asked.between, *asked.pinned} - {path.removeprefix("query.") for path in field_limits}:
+            limits[path] = value
+    if missing := {*asked.between, *asked.pinned} - {path.removeprefix("query.") for path in limits}:
         raise ValueError(f"{type(query).__name__} has no field {sorted(missing)[0]!r} that could vary.")
-    return query, json.loads(json.dumps(field_limits))
+    return query, json.loads(json.dumps(limits))
 
 
 def _leaves(fields: object, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:

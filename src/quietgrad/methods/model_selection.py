@@ -115,16 +115,14 @@ class ModelSelection(Algorithm):
 
     def schedule(self, n_public: int) -> Schedule:
         """The oracle's slots and one search, all on disjoint records."""
-        held_out_size = int(self.held_out * n_public)
-        if held_out_size < 1 or n_public - held_out_size < self.oracle.batches(n_public)[0]:
+        size = int(self.held_out * n_public)
+        if size < 1 or n_public - size < self.oracle.batches(n_public)[0]:
             raise SettingError(
-                f"{{n}}: too small for one full query and a held-out part of {held_out_size} records.", n=n_public
+                f"{{n}}: too small for one full query and a held-out part of {size} records.", n=n_public
             )
-        search = Slot("select", SinglePass(n_public, held_out_size))
+        search = Slot("select", SinglePass(n_public, size))
         if self.search == "threshold":
-            search = Slot(
-                "select", SinglePass(n_public, held_out_size), noise=_SEARCH_NOISE, mechanism=AboveThreshold()
-            )
+            search = Slot("select", SinglePass(n_public, size), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:

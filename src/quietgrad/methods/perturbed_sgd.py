@@ -357,14 +357,10 @@ class PerturbedSGD(Algorithm):
             if done and "first" in extra:
                 # A practical run spends its records anyway: its last drift goes on, for half the curvature.
                 sought = extra["tolerance"] = extra["sought"]
-                escape_numbers = practical(
+                escape = practical(
                     extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * sought, radius=self.radius
                 )
-                extra.update(
-                    sought=escape_numbers.tolerance,
-                    radius=escape_numbers.radius,
-                    escape_steps=escape_numbers.escape_steps,
-                )
+                extra.update(sought=escape.tolerance, radius=escape.radius, escape_steps=escape.escape_steps)
                 return
             if not done or self.returns == "certified":
                 state.params = saved["params"]
@@ -384,28 +380,28 @@ class PerturbedSGD(Algorithm):
         if self.mode == "practical":
             assert self.learning_rate is not None
             push = _push(error, small.chi, dim, whole=True)
-            escape_numbers = practical(
+            escape = practical(
                 small.chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
             )
             if self.curvature is None and self.escape_steps is None:
-                first = {"radius": escape_numbers.radius, "escape_steps": escape_numbers.escape_steps,
-                         "sought": escape_numbers.tolerance, "tolerance": escape_numbers.tolerance}  # fmt: skip
+                first = {"radius": escape.radius, "escape_steps": escape.escape_steps,
+                         "sought": escape.tolerance, "tolerance": escape.tolerance}  # fmt: skip
                 more |= {"push": push, "first": first, **first}
         else:
             smoothness = total_smoothness(self.oracle, session)
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
             check_tolerance(session.plan.n_public, small.alpha, rho, smoothness, session.objective, self.curvature)
-            escape_numbers = derived(
+            escape = derived(
                 *small, _push(error, small.chi, dim), smoothness=smoothness, rho=rho, failure=self.failure,
                 chains=chains, eta=self.learning_rate, radius=self.radius,
             )  # fmt: skip
             more["rho"] = rho
         if self.escape_steps is not None:
-            escape_numbers = escape_numbers._replace(escape_steps=self.escape_steps)
+            escape = escape._replace(escape_steps=self.escape_steps)
         if self.attempts is not None:
-            escape_numbers = escape_numbers._replace(attempts=self.attempts)
+            escape = escape._replace(attempts=self.attempts)
         risk = None if error is None else error.risk
-        return {**escape_numbers._asdict(), **more, "risk": risk, "claim": self._claim(session, risk)}
+        return {**escape._asdict(), **more, "risk": risk, "claim": self._claim(session, risk)}
 
     def _small(self, error: EstimateError | None, dim: int, chains: int) -> SmallGradient:
         """The threshold for ‖ĝ‖ and what passing it says: as given, as a size, or as proved."""

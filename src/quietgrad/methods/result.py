@@ -168,11 +168,9 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
         problems.append(problem)
     # Releases beyond what was planned, and a curve that ends elsewhere than the statement.
     slots = {str(slot.get("name")): slot for slot in result.details.get("slots", ()) if isinstance(slot, Mapping)}
-    for name, release_count in privacy.releases.items():
-        if name in slots and release_count > slots[name].get("count", release_count):
-            problems.append(
-                f"{release_count} releases of {name!r} are stated where {slots[name]['count']} were planned"
-            )
+    for name, count in privacy.releases.items():
+        if name in slots and count > slots[name].get("count", count):
+            problems.append(f"{count} releases of {name!r} are stated where {slots[name]['count']} were planned")
     curve = result.details.get("epsilon_curve") or ()
     if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + SLACK) + 1e-9:
         problems.append(f"its curve of ε goes beyond the stated {stated:.4g}")

@@ -104,13 +104,8 @@ def _unpaid(body: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
             break
     else:
         return "it paid for other releases than those claimed"
-    for reservation in reservations.values():
-        same = (
-            reservation.get("delta"),
-            reservation.get("relation"),
-            reservation.get("unit", "record"),
-            reservation.get("condition"),
-        )
+    for entry in reservations.values():
+        same = (entry.get("delta"), entry.get("relation"), entry.get("unit", "record"), entry.get("condition"))
         if same == (claim["delta"], claim["relation"], claim["unit"], claim.get("condition")):
             return ""
     return "it has the run under another δ, relation, unit or condition"

@@ -253,10 +253,8 @@ def _bound_by(
             f"the signature of {signer}" + (" (whose key that is, you must know)" if demanded is None else "")
         )
     if lines.bound and not lines.problem:
-        ledger_head = claim.body["ledger"]["head"]
-        ties.append(
-            f"the ledger's head {ledger_head}" + (" (compare it with the ledger's)" if head is None else "")
-        )
+        anchor = claim.body["ledger"]["head"]
+        ties.append(f"the ledger's head {anchor}" + (" (compare it with the ledger's)" if head is None else ""))
     return tuple(ties)
 
 

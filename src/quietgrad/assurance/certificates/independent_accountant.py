@@ -93,10 +93,8 @@ class IndependentProof:
         'quietgrad itself by a second derivation, composed by dp-accounting 0.6.0, distributions'
         """
         others = " and ".join(sorted(self.authors - {OURS}))
-        own_words = "quietgrad itself by a second derivation" if OURS in self.authors else ""
-        whose = (
-            f"{own_words}, composed by {others}" if own_words and others else own_words or others or DP_ACCOUNTING
-        )
+        house = "quietgrad itself by a second derivation" if OURS in self.authors else ""
+        whose = f"{house}, composed by {others}" if house and others else house or others or DP_ACCOUNTING
         return f"{whose}, {self.by}" if self.by else whose
 
 

@@ -242,11 +242,8 @@ def files_in(folders: Iterable[Path], start: Path) -> dict[str, RunFiles]:
     for folder in folders:
         for file in sorted(folder.rglob("result.json")):
             try:
-                result_json = read_json(file)
-                run, data = (
-                    str(result_json["details"]["run"]),
-                    str((result_json.get("data") or {}).get("name") or ""),
-                )
+                record = read_json(file)
+                run, data = str(record["details"]["run"]), str((record.get("data") or {}).get("name") or "")
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             pages = {label: file.with_name(name) for name, label in _LINKED.items()}

@@ -357,7 +357,7 @@ class LedgerState:
         Lines hold no warning, since it would name other accounts. This machine's key opens their fingerprints, and
         the warnings follow from these again; lines of other machines give none. Older lines hold their warnings.
         """
-        earlier_marks: list[tuple[str, str]] = []
+        marks: list[tuple[str, str]] = []
         warnings_by_reservation: dict[str, list[str]] = {}
         for reservation_id, held in self.held.items():
             name = self.name(held.reservation.account)
@@ -365,11 +365,9 @@ class LedgerState:
             messages = list(held.warned)
             mark = None if held.table is None else unsealed(held.table, reservation_id)
             if mark is not None:
-                pairs = (
-                    {(other, other_mark == mark) for other, other_mark in earlier_marks} if same_account else set()
-                )
+                pairs = {(other, other_mark == mark) for other, other_mark in marks} if same_account else set()
                 messages += _pair_warnings(name, pairs, part=held.part)
-                earlier_marks.append((name, mark))
+                marks.append((name, mark))
             if same_account and messages:
                 warnings_by_reservation[reservation_id] = messages
         return warnings_by_reservation

@@ -250,7 +250,7 @@ def counted(adapter: RecordAdapter, data: object, method: HasSchedule, terms: Te
 
 
 def reopened(
-    saved_run: Run,
+    run: Run,
     adapter: RecordAdapter,
     data: object,
     method: Method,
@@ -259,11 +259,9 @@ def reopened(
     curator: type[CentralCurator] = CentralCurator,
 ) -> OpenRun[Method]:
     """Go on with a run that is kept in a folder: its plan, its account and its entry in the ledger."""
-    holder = curator(adapter, data, account=saved_run.account, run=saved_run.name, key=key)
-    session = saved_run.open(holder)
-    return OpenRun(
-        method, saved_run.plan, session, holder.initial(), saved_run.account, saved_run.header.notes, saved_run
-    )
+    holder = curator(adapter, data, account=run.account, run=run.name, key=key)
+    session = run.open(holder)
+    return OpenRun(method, run.plan, session, holder.initial(), run.account, run.header.notes, run)
 
 
 def followed(

@@ -200,7 +200,7 @@ class SharedSums:
         return Step(kind, to, least=len(to))
 
     def _left_out(self, reply: Reply | None, server: int, senders: Mapping[str, str]) -> dict[str, str]:
-        """Return the parties that a server left out, with its reasons; ``senders`` maps its names of them to ours."""
+        """Return the parties that a server left out, with its reasons; ``senders`` maps its names to ours."""
         reasons = {} if reply is None else reply.left_out
         by = f"(so says {self._names[server]})"
         return {senders[each]: f"{str(why)[:200]} {by}" for each, why in reasons.items() if each in senders}
