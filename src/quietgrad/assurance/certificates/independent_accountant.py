@@ -93,8 +93,8 @@ class IndependentProof:
         'quietgrad itself by a second derivation, composed by dp-accounting 0.6.0, distributions'
         """
         others = " and ".join(sorted(self.authors - {OURS}))
-        house = "quietgrad itself by a second derivation" if OURS in self.authors else ""
-        whose = f"{house}, composed by {others}" if house and others else house or others or DP_ACCOUNTING
+        origin = "quietgrad itself by a second derivation" if OURS in self.authors else ""
+        whose = f"{origin}, composed by {others}" if origin and others else origin or others or DP_ACCOUNTING
         return f"{whose}, {self.by}" if self.by else whose
 
 

@@ -97,8 +97,8 @@ class Terms:
     @property
     def counts_privately(self) -> bool:
         """Whether the number of units is a secret that must be counted."""
-        known = self.n_public is not None or self.takes_n
-        return not known and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
+        n_is_public = self.n_public is not None or self.takes_n
+        return not n_is_public and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
 
 
 @dataclass(frozen=True)
