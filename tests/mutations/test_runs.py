@@ -441,7 +441,7 @@ def rows_from_the_last_64(patch: Patch) -> None:
 
     def short(self: NoiseRecurrence, release: int, dim: int) -> Any:
         if self._buffers is None and release > 64:
-            self._buffers, self._next = np.zeros((self._kept, dim)), release - 64
+            self._buffers, self._next = np.zeros((self._buffer_rows, dim)), release - 64
         return row(self, release, dim)
 
     patch.setattr(NoiseRecurrence, "row", short)

@@ -40,8 +40,8 @@ def test_claims_of_real_runs(file: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert str(claim.body["claim"]["condition"]).startswith("if ")
     assert any("That the condition is met" in words for words in verdict.not_shown)
     assert main([str(file), "--html", str(tmp_path / "v.html")]) == (0 if verdict.ok else 1)
-    told = capsys.readouterr().out
-    assert "OPEN" in told
+    output = capsys.readouterr().out
+    assert "OPEN" in output
     assert "claim.unit" in verdict.open
     shown = html.unescape((tmp_path / "v.html").read_text())
     assert verdict.digest in shown
@@ -201,14 +201,14 @@ def test_standings_come_from_the_schema_and_are_on_the_written_page(claim: Claim
     assert {"claim.epsilon", "claim.delta", "claim.relation", "event", "statement"} <= set(by["proved"])
     assert standing(("body", "plan", "slots", 0, "count")) == "said"
     written = (Path(__file__).parents[2] / "docs/certificate-format.md").read_text(encoding="utf-8")
-    known = schema()["properties"]["body"]["properties"]
-    for part, node in known.items():
+    part_schemas = schema()["properties"]["body"]["properties"]
+    for part, node in part_schemas.items():
         assert f"| `{part}` | {node['x-standing']} |" in written, part
         inner = [node, *node.get("anyOf", ())]
         for name, field in ((n, f) for option in inner for n, f in option.get("properties", {}).items()):
-            own = field.get("x-standing", node["x-standing"])
-            if own != node["x-standing"]:
-                assert f"| `{part}.{name}` | {own} |" in written, (part, name)
+            field_standing = field.get("x-standing", node["x-standing"])
+            if field_standing != node["x-standing"]:
+                assert f"| `{part}.{name}` | {field_standing} |" in written, (part, name)
 
 
 def test_what_a_terminal_or_a_browser_obeys_is_spelt_out(claim: Claim, tmp_path: Path, capsys: Any) -> None:

@@ -43,7 +43,7 @@ def sanitize_lines(text: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question to put behind an error about a name that is nearly one of ``known``; else nothing.
+    """Return a question to append to an error if ``name`` is close to one of ``known``, else an empty text.
 
     >>> did_you_mean("dp-srn", ["dp-srm", "dp-sgd"]), did_you_mean("x", ["dp-srm"])
     (" Did you mean 'dp-srm'?", '')

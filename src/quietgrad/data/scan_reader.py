@@ -72,18 +72,18 @@ class ScanParts:
             if rows is not None and not self.layout.may_drop:  # take the sample first: the rest need not be encoded
                 wanted = _within(rows, seen, batch.num_rows)
                 seen += batch.num_rows
-                X, y, kept = self.layout.rows(batch.take(wanted))
+                X, y, kept_batch = self.layout.rows(batch.take(wanted))
             else:
-                X, y, kept = self.layout.rows(batch)
+                X, y, kept_batch = self.layout.rows(batch)
                 if rows is not None:
                     wanted = _within(rows, seen, len(X))
                     seen += len(X)
-                    X, y, kept = X[wanted], y[wanted], kept.take(wanted)
+                    X, y, kept_batch = X[wanted], y[wanted], kept_batch.take(wanted)
             if rows is not None and not len(wanted):
                 continue
             for mapped in self.mapped:
                 X = mapped(X)
-            ids = None if self.layout.person is None else kept.column(self.layout.person)
+            ids = None if self.layout.person is None else kept_batch.column(self.layout.person)
             yield X if rows is None else np.ascontiguousarray(X), y, ids
 
 
@@ -170,10 +170,10 @@ class Verification:
         return [Verified(digest, rows, varied)]
 
 
-def copied(pieces: Sequence[Partition], found: Sequence[Verified]) -> bool:
-    """Whether two files hold the same rows throughout; files of one and the same row may."""
+def copied(pieces: Sequence[Partition], checksums: Sequence[Verified]) -> bool:
+    """Whether two files hold the same rows throughout. Files that repeat a single row do not count."""
     files: dict[str, list[Verified]] = {}
-    for piece, verified in zip(pieces, found, strict=True):
+    for piece, verified in zip(pieces, checksums, strict=True):
         if isinstance(piece, FilePartition):
             files.setdefault(piece.path, []).append(verified)
     long = [
@@ -296,8 +296,8 @@ class RunsOf:
     layout: RowLayout
 
     def __call__(self, parts: ScanParts, task: Task) -> list[IdRuns]:
-        found = _EMPTY
-        if self.layout.may_drop:  # who is left out only all columns tell
+        runs = _EMPTY
+        if self.layout.may_drop:  # only all columns together tell which rows are left out
             columns = (ids for _, _, ids in parts.rows_of(task.unit))
         else:
             columns = (batch.column(0) for batch in task.unit.batches([self.layout.person], 1 << 17))
@@ -316,8 +316,8 @@ class RunsOf:
                     )
             head = int(starts[1]) if len(starts) > 1 else len(ids)
             some = IdRuns(kind, ids[0].as_py(), ids[-1].as_py(), len(ids), len(starts), head, orders)
-            found = found.then(some)
-        return [found]
+            runs = runs.then(some)
+        return [runs]
 
 
 def cut_by_person(
@@ -329,45 +329,45 @@ def cut_by_person(
         DataError: ids are not sorted.
     """
     everyone = _EMPTY
-    for found in runs:
-        everyone = everyone.then(found)
+    for person_runs in runs:
+        everyone = everyone.then(person_runs)
     if not any(everyone.orders):
         raise DataError(UNSORTED)
     pieces: list[Partition | UserAlignedPartition] = list(units)
-    people = [found.people for found in runs]
+    people = [person_runs.people for person_runs in runs]
     owner, last = -1, None
-    for place, found in enumerate(runs):
-        if not found.rows:
+    for place, person_runs in enumerate(runs):
+        if not person_runs.rows:
             continue
-        if owner >= 0 and found.first == last:
+        if owner >= 0 and person_runs.first == last:
             begun = pieces[owner]
             if not isinstance(begun, UserAlignedPartition):
                 begun = UserAlignedPartition(begun, 0)
-            pieces[owner] = replace(begun, tail=(*begun.tail, (units[place], found.head)))
-            pieces[place] = UserAlignedPartition(units[place], found.head)
+            pieces[owner] = replace(begun, tail=(*begun.tail, (units[place], person_runs.head)))
+            pieces[place] = UserAlignedPartition(units[place], person_runs.head)
             people[place] -= 1
         if people[place]:
             owner = place
-        last = found.last
+        last = person_runs.last
     return tuple(pieces), tuple(people)
 
 
 def whole_people(parts: ScanParts, task: Task, whose: PersonRule) -> Iterator[tuple[Array, Array, UnitGrouping]]:
-    """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
+    """Yield (rows, targets, their people) by block, of the people who begin in a piece or of those asked for.
 
-    Of a person with more rows than are read at a time, the first so many are looked at: a rule about a person's own
-    rows, as a refusal would not be.
+    Of a person with more rows than one block, only the first rows, as many as a block has, are used. This rule
+    depends on that person's rows alone, while an error would stop the fit of all people.
     """
     if not task.people:
         return
-    kept: tuple[Array, Array, Any] | None = None
+    carried_rows: tuple[Array, Array, Any] | None = None
     met, orders = 0, (True, True)
     for X, y, ids in _carried(parts, task.unit):
-        if kept is not None:
-            joined = pa.concat_arrays([kept[2], ids]) if kept[2].type == ids.type else None
+        if carried_rows is not None:
+            joined = pa.concat_arrays([carried_rows[2], ids]) if carried_rows[2].type == ids.type else None
             if joined is None:
                 raise DataError(KINDS)
-            X, y, ids = np.concatenate([kept[0], X]), np.concatenate([kept[1], y]), joined
+            X, y, ids = np.concatenate([carried_rows[0], X]), np.concatenate([carried_rows[1], y]), joined
         starts, here = starts_of(ids)
         orders = (orders[0] and here[0], orders[1] and here[1])
         if not any(orders):
@@ -376,9 +376,11 @@ def whole_people(parts: ScanParts, task: Task, whose: PersonRule) -> Iterator[tu
         if end:
             yield from _asked(X[:end], y[:end], starts, met, task, whose, parts.rows)
             met += len(starts) - 1
-        kept = X[end : end + parts.rows], y[end : end + parts.rows], ids.slice(end, parts.rows)
-    if kept is not None:
-        yield from _asked(kept[0], kept[1], np.array([0, len(kept[0])]), met, task, whose, parts.rows)
+        carried_rows = X[end : end + parts.rows], y[end : end + parts.rows], ids.slice(end, parts.rows)
+    if carried_rows is not None:
+        yield from _asked(
+            carried_rows[0], carried_rows[1], np.array([0, len(carried_rows[0])]), met, task, whose, parts.rows
+        )
         met += 1
     if met != task.people:
         raise ChangedError(_CHANGED)

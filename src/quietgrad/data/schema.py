@@ -155,13 +155,13 @@ def read_schema(source: SchemaSource) -> Schema:
         label, problems = check_types(source["label"], "label:", _LABEL, others=True), []
         columns: dict[str, ColumnKind] = {}
         aside: dict[str, list[str]] = {"id": [], "text": []}
-        for name, said in source["columns"].items():
-            check_types(said, f"column {name!r}:", _COLUMN, others=True)
-            if said.get("kind") in ("id", "text"):
-                aside[said["kind"]].append(str(name))
+        for name, column_options in source["columns"].items():
+            check_types(column_options, f"column {name!r}:", _COLUMN, others=True)
+            if column_options.get("kind") in ("id", "text"):
+                aside[column_options["kind"]].append(str(name))
                 continue
             try:
-                columns[str(name)] = _column(said)
+                columns[str(name)] = _column(column_options)
             except DataError as error:
                 problems.append(f"column {name!r}: {str(error).rstrip('.')}")
         classes, bounds, label_kind = _label(label, problems)
@@ -194,10 +194,10 @@ def read_schema(source: SchemaSource) -> Schema:
         ) from None
 
 
-def _label(said: Said, problems: list[str]) -> tuple[Any, Any, Any]:
+def _label(options: Said, problems: list[str]) -> tuple[Any, Any, Any]:
     """(classes, bounds, kind) of the label; what is wrong goes to ``problems``."""
-    kind, bounds, classes = said.get("kind"), said.get("bounds"), said.get("classes")
-    if said.get("unreadable") not in (None, "gap", "refuse"):
+    kind, bounds, classes = options.get("kind"), options.get("bounds"), options.get("classes")
+    if options.get("unreadable") not in (None, "gap", "refuse"):
         problems.append('label: unreadable must be "gap" or "refuse"')
     if kind == "yes/no":
         return ("no", "yes"), None, kind
@@ -215,9 +215,9 @@ def _label(said: Said, problems: list[str]) -> tuple[Any, Any, Any]:
 _KINDS = ("number", "whole number", "category", "yes/no", "date", "id", "text")
 
 
-def _column(said: Said) -> ColumnKind:
-    kind = said.get("kind")
-    gaps = said.get("missing")
+def _column(options: Said) -> ColumnKind:
+    kind = options.get("kind")
+    gaps = options.get("missing")
     if kind is not None and kind not in _KINDS:
         raise DataError(f"kind = {kind!r} must be one of {', '.join(_KINDS)}")
     if gaps not in (None, "", "indicator", "refuse"):
@@ -226,26 +226,28 @@ def _column(said: Said) -> ColumnKind:
     if kind == "yes/no":
         return YesNo(flagged)
     if kind == "date":
-        ends = [date.fromisoformat(str(end)) for end in said.get("bounds", ()) if str(end)]
-        since = date.fromisoformat(str(said.get("since", SINCE)))
-        parts = tuple(said.get("parts", ("days", "month", "weekday")))
+        ends = [date.fromisoformat(str(end)) for end in options.get("bounds", ()) if str(end)]
+        since = date.fromisoformat(str(options.get("since", SINCE)))
+        parts = tuple(options.get("parts", ("days", "month", "weekday")))
         if len(ends) not in (0, 2):
             raise DataError("bounds must be two dates such as 2000-01-01, or []")
-        return Date((ends[0], ends[1]) if ends else None, said.get("format", "%Y-%m-%d"), parts, flagged, since)
-    if kind == "category" or "categories" in said:
-        if not said.get("categories"):
+        return Date((ends[0], ends[1]) if ends else None, options.get("format", "%Y-%m-%d"), parts, flagged, since)
+    if kind == "category" or "categories" in options:
+        if not options.get("categories"):
             raise DataError("`categories` is empty: list its public values, or leave the column out")
-        categories = tuple(str(c) for c in said["categories"])
-        return Categorical(categories, bool(said.get("drop_first", False)), flagged)
-    if "bounds" in said or kind is not None:
-        limits = list(said.get("bounds", ()))
+        categories = tuple(str(c) for c in options["categories"])
+        return Categorical(categories, bool(options.get("drop_first", False)), flagged)
+    if "bounds" in options or kind is not None:
+        limits = list(options.get("bounds", ()))
         if len(limits) not in (0, 2) or not has_type(limits, list[float | str]):
             raise DataError("bounds must be [low, high], or [] to have the range found privately")
         pair = (float(limits[0]), float(limits[1])) if limits else None
-        written = (str(said.get("decimal", ".")), str(said.get("thousands", "")))
+        written = (str(options.get("decimal", ".")), str(options.get("thousands", "")))
         whole = kind == "whole number"
-        if said.get("unreadable") not in (None, "gap", "refuse"):
+        if options.get("unreadable") not in (None, "gap", "refuse"):
             raise DataError('unreadable must be "gap" or "refuse"')
-        lenient = said.get("unreadable") == "gap"
-        return Numeric(pair, bool(said.get("log", False)), said.get("fill"), flagged, *written, whole, lenient)
+        lenient = options.get("unreadable") == "gap"
+        return Numeric(
+            pair, bool(options.get("log", False)), options.get("fill"), flagged, *written, whole, lenient
+        )
     raise DataError("needs `bounds` (numeric) or `categories` (one-hot)")

@@ -50,8 +50,8 @@ def coded(values: pa.Array) -> tuple[list[object], npt.NDArray[np.int64]]:
     used = np.flatnonzero(np.bincount(places))
     at = np.zeros(len(values.dictionary) + 1, np.int64)
     at[used] = np.arange(len(used))
-    known = [*values.dictionary.to_pylist(), None]
-    return [known[place] for place in used], at[places]
+    words = [*values.dictionary.to_pylist(), None]
+    return [words[place] for place in used], at[places]
 
 
 def is_number_type(kind: pa.DataType) -> bool:
@@ -117,14 +117,14 @@ class RowLayout:
         name: str,
         schema: Schema | None = None,
         columns: Sequence[str] | None = None,
-        **said: Unpack[ColumnOptions],
+        **options: Unpack[ColumnOptions],
     ) -> RowLayout:
         """The layout of a table with these columns; refuses what is not among them, and columns of two roles."""
-        target, task, classes = said.get("label"), said.get("task"), said.get("classes")
-        person, keep, drop = said.get("person"), said.get("keep"), said.get("drop", ())
-        labelled = said.get("labelled", True)
-        known, aside = set(header), {person, keep, *drop}
-        if len(known) != len(header):
+        target, task, classes = options.get("label"), options.get("task"), options.get("classes")
+        person, keep, drop = options.get("person"), options.get("keep"), options.get("drop", ())
+        labelled = options.get("labelled", True)
+        header_names, aside = set(header), {person, keep, *drop}
+        if len(header_names) != len(header):
             raise DataError(f"{name}: the header names a column twice.")
         if schema is not None:
             chosen = {column: kind for column, kind in schema.columns.items() if column not in drop}
@@ -140,7 +140,7 @@ class RowLayout:
         if person is not None and person in (target, *columns):
             raise DataError(f"{name}: the column of people's ids cannot be the label or a feature as well.")
         wanted = dict.fromkeys((*columns, target, person, keep, *drop))
-        if absent := [column for column in wanted if column is not None and column not in known]:
+        if absent := [column for column in wanted if column is not None and column not in header_names]:
             named = ", ".join(repr(sanitize(column)) for column in absent[:40])
             raise DataError(f"{name}: no column {named}; the file has {_listed(header) or 'no columns'}.")
         if not columns or target in columns or len(set(columns)) != len(columns):
@@ -205,8 +205,8 @@ class RowLayout:
         try:
             X = self._plain(batch) if self.schema is None else self._encoded(batch, self.schema)
             if self.may_drop:
-                kept = np.isfinite(X).all(axis=1)
-                X, batch = X[kept], batch.filter(pa.array(kept))
+                complete_rows = np.isfinite(X).all(axis=1)
+                X, batch = X[complete_rows], batch.filter(pa.array(complete_rows))
             y = np.zeros(len(X)) if self.target is None else self.targets(batch.column(self.target))
         except pa.ArrowException:  # its message may quote a cell
             raise DataError(f"{self.name}: has columns that cannot be made numbers.") from None
@@ -282,7 +282,7 @@ def parse_csv(
     name: str = "csv",
     delimiter: str | None = None,
     encoding: str | None = None,
-    **said: Unpack[ColumnOptions],
+    **options: Unpack[ColumnOptions],
 ) -> Dataset:
     """Parse delimited text. Without a schema every column must be numeric and keeps its own scale.
 
@@ -293,17 +293,17 @@ def parse_csv(
     dialect = CSVDialect.of(content, name, schema, delimiter)
     if schema is None and dialect.names and all(is_number(cell) for cell in dialect.names):
         raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
-    layout = RowLayout.of(dialect.names, name, schema, **said)
+    layout = RowLayout.of(dialect.names, name, schema, **options)
     try:
         table = dialect.table(dialect.body(content), layout.csv_kinds(), name, threads=True)
     except NotNumericError as refused:
         if refused.columns == (layout.target,):
             raise DataError(f"{name}: {LABELS_ARE_WORDS}") from None
         raise
-    return _loaded(table.to_batches(), table.num_rows, layout, dialect.names, said.get("task"))
+    return _loaded(table.to_batches(), table.num_rows, layout, dialect.names, options.get("task"))
 
 
-def read_parquet(path: Path, schema: Schema | None = None, **said: Unpack[ColumnOptions]) -> Dataset:
+def read_parquet(path: Path, schema: Schema | None = None, **options: Unpack[ColumnOptions]) -> Dataset:
     """Read a parquet file, under the same rules as CSV."""
     from quietgrad.data.scan_sources import cut
 
@@ -317,10 +317,10 @@ def read_parquet(path: Path, schema: Schema | None = None, **said: Unpack[Column
             f"{name}: {facts.num_rows} rows of {len(header)} columns are more than {EXPANSION} times the "
             "file's size; if it is meant so, write it as CSV or npz."
         )
-    layout = RowLayout.of(header, name, schema, **said)
+    layout = RowLayout.of(header, name, schema, **options)
     pieces = [piece for piece, _ in cut(str(path), LocalFileSystem(), layout)]
     batches = (batch for piece in pieces for batch in piece.batches(layout.read, _ROWS))
-    return _loaded(batches, facts.num_rows, layout, header, said.get("task"))
+    return _loaded(batches, facts.num_rows, layout, header, options.get("task"))
 
 
 def _loaded(
@@ -333,15 +333,15 @@ def _loaded(
     ids: dict[str, list[object]] = {column: [] for column in (layout.person, layout.keep) if column is not None}
     n = undeclared = 0
     for batch in batches:
-        block, y, kept = layout.rows(batch)
-        undeclared += layout.undeclared(kept)
+        block, y, kept_batch = layout.rows(batch)
+        undeclared += layout.undeclared(kept_batch)
         if n + len(block) > rows:
             raise DataError(f"{name}: has other numbers of rows than the file says; it may be damaged.")
         X[n : n + len(block)] = block
         n += len(block)
         targets.append(y)
-        for column, found in ids.items():
-            found += [v.strip() if isinstance(v, str) else v for v in kept.column(column).to_pylist()]
+        for column, id_values in ids.items():
+            id_values += [v.strip() if isinstance(v, str) else v for v in kept_batch.column(column).to_pylist()]
     if not rows:
         raise DataError(f"{name}: the file holds no rows.")
     X = X[:n]

@@ -200,12 +200,12 @@ class PrivateModel(SpendsPrivacy):
         n = number_of(size)
         if isinstance(self.algorithm, str):
             kind = entry(self.algorithm).kind
-            known = {each.name for each in fields(kind)}
+            names = {each.name for each in fields(kind)}
             batch = max(1, min(n, 512))  # mini-batch methods take twenty passes
             usual = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
-            given = {key: value for key, value in usual.items() if key in known and "batch_size" in known}
-            made: Algorithm = kind(**given)
-            return made
+            given = {key: value for key, value in usual.items() if key in names and "batch_size" in names}
+            method: Algorithm = kind(**given)
+            return method
         if self.algorithm is not None:
             if not isinstance(self.algorithm, Algorithm):
                 raise ValueError("algorithm: must be a method of quietgrad, its name such as 'dp-sgd', or None.")
@@ -256,10 +256,10 @@ class PrivateModel(SpendsPrivacy):
         if not isinstance(given, numbers.Real):
             raise ValueError(f"regularization={self.regularization!r}: must be a number >= 0.")
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
-        known: dict[str, Any] = {"regularizer": penalty, "intercept": self.fit_intercept}
+        settings: dict[str, Any] = {"regularizer": penalty, "intercept": self.fit_intercept}
         if self.algorithm is not None and self._known_row_bound is not None:  # from which its constants follow
-            known |= {"row_bound": self._known_row_bound, "rows": "clip"}
-        return known
+            settings |= {"row_bound": self._known_row_bound, "rows": "clip"}
+        return settings
 
     def _plan(
         self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: PrivacyUnitSpec = _ROWS
@@ -354,7 +354,7 @@ class PrivateModel(SpendsPrivacy):
         objective: object,
         data: object,
         features: int,
-        whom: PrivacyUnitSpec,
+        unit_spec: PrivacyUnitSpec,
         looks: Callable[[PublicCount], tuple[Slot, ...]] = lambda size: (),
     ) -> Iterator[OpenRun[Algorithm]]:
         """Open the fit's run, its whole cost charged; or go on with the one that is kept in the fit's folder.
@@ -368,43 +368,43 @@ class PrivateModel(SpendsPrivacy):
                 raise ValueError(f"random_state={seed!r}: must be a whole number (for tests; not private) or None.")
             warnings.warn(f"random_state={seed}: seeded noise is not private; use it for tests only.", stacklevel=6)
             seed = int(seed)
-        adapter, given = whom.asks(objective), whom.of_data(data)
+        adapter, given = unit_spec.asks(objective), unit_spec.of_data(data)
         if self._folder is not None and is_kept(self._folder):
-            with self._reopened(adapter, given, features, whom) as active:
+            with self._reopened(adapter, given, features, unit_spec) as active:
                 yield active
             return
         terms = Terms.of(
             self._budget(), account=self.account, ledger=self.ledger, cap=self.cap, seed=seed,
-            n_public=self._declared_n(), records_public=whom.records_public, note=type(self).__name__, part=True,
-            within=self._within,
+            n_public=self._declared_n(), records_public=unit_spec.records_public, note=type(self).__name__,
+            part=True, within=self._within,
         )  # fmt: skip
 
         def planned(size: PublicCount) -> tuple[Algorithm, Plan]:
             slots = looks(size)
-            return self._method(size, features, whom), self._plan(size, features, slots, whom)
+            return self._method(size, features, unit_spec), self._plan(size, features, slots, unit_spec)
 
         keeping = None if self._folder is None else Keeping(self._folder, type(self).__name__, lambda *_: None)
         with opened(
-            adapter, given, lambda n: self._method(n, features, whom), terms, plan=planned, keeping=keeping
+            adapter, given, lambda n: self._method(n, features, unit_spec), terms, plan=planned, keeping=keeping
         ) as active:
             yield active
 
     @contextmanager
     def _reopened(
-        self, adapter: Any, data: Any, features: int, whom: PrivacyUnitSpec
+        self, adapter: Any, data: Any, features: int, unit_spec: PrivacyUnitSpec
     ) -> Iterator[OpenRun[Algorithm]]:
         """Go on with an interrupted fit: what it had released is replayed, bit for bit, at no cost."""
         assert self._folder is not None
-        kept = open_run(self._folder, kind=type(self).__name__, ledger=self.ledger)
+        saved_run = open_run(self._folder, kind=type(self).__name__, ledger=self.ledger)
         try:
-            plan = kept.plan
-            kept.agree_on_account(None if str(self.account) == DEFAULT else str(self.account), self.cap)
-            kept.agree("budget", self._budget().to_json(), plan.budget and plan.budget.to_json())
-            method = self._method(plan.counted or PublicCount(plan.n_public), features, whom)
-            kept.agree("method", [method.name, method.config()], [plan.algorithm, dict(plan.config)])
-            yield reopened(kept, adapter, data, method)
+            plan = saved_run.plan
+            saved_run.agree_on_account(None if str(self.account) == DEFAULT else str(self.account), self.cap)
+            saved_run.agree("budget", self._budget().to_json(), plan.budget and plan.budget.to_json())
+            method = self._method(plan.counted or PublicCount(plan.n_public), features, unit_spec)
+            saved_run.agree("method", [method.name, method.config()], [plan.algorithm, dict(plan.config)])
+            yield reopened(saved_run, adapter, data, method)
         finally:
-            kept.close()
+            saved_run.close()
 
     def _train(self, active: OpenRun[Algorithm], notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
@@ -416,9 +416,9 @@ class PrivateModel(SpendsPrivacy):
             notes = (*notes, self.features.note)
         result = run(method, session, session.initial(), account=str(active.account), notes=notes)
         self._kept = active.kept
-        found, missed = undetected_notes(result.details, result.config.get("look") or {})
+        range_notes, missed = undetected_notes(result.details, result.config.get("look") or {})
         self.result_ = result
-        self.privacy_: Privacy = noted(result.privacy, found)
+        self.privacy_: Privacy = noted(result.privacy, range_notes)
         if missed:
             warnings.warn(missed, TooNoisyWarning, stacklevel=4)
         self.n_iter_ = max(1, sum(result.privacy.releases.values()))

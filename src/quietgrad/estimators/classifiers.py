@@ -65,24 +65,25 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         typed = (taken_as_public("y", "classes=[...]"),) if listed else ()
         X, y, declared = self._accept(X, y)
         warn_declared(typed)
-        whom, features = whose(X.shape[0]), X.shape[1]
-        notes = (*whom.notes, *typed)
-        known = self._loss(ClassLabels.of((0, 1)) if declared is None else declared)
-        whom.check(self._method(NOMINAL, features, whom), known)  # settings are checked before anything is reserved
+        unit_spec, features = whose(X.shape[0]), X.shape[1]
+        notes = (*unit_spec.notes, *typed)
+        loss = self._loss(ClassLabels.of((0, 1)) if declared is None else declared)
+        # Settings are checked before anything is reserved in the ledger.
+        unit_spec.check(self._method(NOMINAL, features, unit_spec), loss)
         if declared is not None:
             self.classes_ = declared.values
             if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
-            with self._opened(known, with_labels(X, y, coder(X, declared)), features, whom) as active:
+            with self._opened(loss, with_labels(X, y, coder(X, declared)), features, unit_spec) as active:
                 weights, self.intercept_ = self._train(active, notes)
         else:
             data = X if is_scan(X) else (X, y)
-            with self._opened(LabelSet(), data, features, whom, lambda size: (self._look(size),)) as active:
-                notes = (*notes, self._discover(active.session, X, y, whom))
+            with self._opened(LabelSet(), data, features, unit_spec, lambda size: (self._look(size),)) as active:
+                notes = (*notes, self._discover(active.session, X, y, unit_spec))
                 weights, self.intercept_ = self._train(active, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
 
-    def _discover(self, session: CentralSession, X: Any, y: object, whom: PrivacyUnitSpec) -> str:
+    def _discover(self, session: CentralSession, X: Any, y: object, unit_spec: PrivacyUnitSpec) -> str:
         """Find the labels privately, and read the records again by them; what a statement says of it."""
         self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
         if len(self.classes_) < 2:
@@ -92,7 +93,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             )
         labels = ClassLabels.of(self.classes_)
         data = with_labels(X.known() if is_scan(X) else X, y, coder(X, labels))
-        session.reread(whom.asks(self._loss(labels)), whom.of_data(data))
+        session.reread(unit_spec.asks(self._loss(labels)), unit_spec.of_data(data))
         return f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
 
     def _accept(self, X: object, y: Any) -> tuple[Any, Any, ClassLabels | None]:
@@ -133,7 +134,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             )
         return slot
 
-    def _loss(self, known: ClassLabels) -> Any:
+    def _loss(self, labels: ClassLabels) -> Any:
         raise NotImplementedError
 
     def decision_function(self, X: object) -> Any:
@@ -153,7 +154,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
 class _LinearClassifier(PrivateLinearModel, Classifier):
     class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
-    def _weights(self, known: ClassLabels) -> tuple[float, ...] | None:
+    def _weights(self, labels: ClassLabels) -> tuple[float, ...] | None:
         """class_weight by code, the largest 1; the clip bounds a weighted record like any other."""
         if self.class_weight is None:
             return None
@@ -164,10 +165,10 @@ class _LinearClassifier(PrivateLinearModel, Classifier):
         given: Any = self.class_weight.values()
         if not all(isinstance(w, numbers.Real) and math.isfinite(w) and float(w) > 0.0 for w in given):
             raise ValueError("class_weight: each must be a finite number > 0.")
-        weights = np.ones(len(known))
-        codes = known.encode(np.array([*self.class_weight, None], dtype=object)[:-1])
+        weights = np.ones(len(labels))
+        codes = labels.encode(np.array([*self.class_weight, None], dtype=object)[:-1])
         if self._known is not None and (codes < 0).any():
-            raise ValueError(f"class_weight: weighs a class that is none of {', '.join(known.names)}.")
+            raise ValueError(f"class_weight: weighs a class that is none of {', '.join(labels.names)}.")
         weights[codes[codes >= 0]] = np.array(list(given), dtype=np.float64)[codes >= 0]
         return tuple((weights / weights.max()).tolist())
 
@@ -248,9 +249,9 @@ class PrivateLogisticRegression(_LinearClassifier):
         """Only where it is public that there are two classes."""
         return self._known == 2 and self.class_weight is None
 
-    def _loss(self, known: ClassLabels) -> Any:
-        settings = self._settings() | {"class_weights": self._weights(known)}
-        return Logistic(**settings) if len(known) == 2 else Multinomial(len(known), **settings)
+    def _loss(self, labels: ClassLabels) -> Any:
+        settings = self._settings() | {"class_weights": self._weights(labels)}
+        return Logistic(**settings) if len(labels) == 2 else Multinomial(len(labels), **settings)
 
     def predict_proba(self, X: object) -> Any:
         """P(class) of each record."""
@@ -283,8 +284,8 @@ class PrivateSVC(_LinearClassifier):
 
     smoothing: float = field(default=1.0, kw_only=True)
 
-    def _loss(self, known: ClassLabels) -> Any:
-        settings = self._settings() | {"class_weights": self._weights(known)}
-        if len(known) == 2:
+    def _loss(self, labels: ClassLabels) -> Any:
+        settings = self._settings() | {"class_weights": self._weights(labels)}
+        if len(labels) == 2:
             return Hinge(self.smoothing, **settings)
-        return OneVsRestHinge(len(known), self.smoothing, **settings)
+        return OneVsRestHinge(len(labels), self.smoothing, **settings)

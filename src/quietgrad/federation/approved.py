@@ -89,12 +89,12 @@ class Approved:
     def read(cls, path: str | Path) -> Approved:
         try:
             content = check_types(read_json(path), "the approval", {"format": int, **fields_of(cls)})
-            known = fields_of(cls).keys()
-            if content.pop("format", None) != _FORMAT or not known - _OF_NETWORKS <= content.keys() <= known:
+            names = fields_of(cls).keys()
+            if content.pop("format", None) != _FORMAT or not names - _OF_NETWORKS <= content.keys() <= names:
                 raise ValueError("its fields are those of another version.")
-            found = cls(**content)
-            found.check_own()
-            return found
+            approval = cls(**content)
+            approval.check_own()
+            return approval
         except FileNotFoundError:
             raise DataError(f"{path}: no such approval; make it with `quietgrad federate approve`.") from None
         except OSError as error:
@@ -133,15 +133,15 @@ class Approved:
 
     @cached_property
     def credentials(self) -> Credentials:
-        found = Credentials.read(self.keys)
-        if found.name not in self.file.members:
-            raise DataError(f"{self.keys}: {found.name!r} is not a member of this plan.")
-        found.check_dates()
-        if found.name != COORDINATOR:  # which leaves a revoked party out and may do without it
+        credentials = Credentials.read(self.keys)
+        if credentials.name not in self.file.members:
+            raise DataError(f"{self.keys}: {credentials.name!r} is not a member of this plan.")
+        credentials.check_dates()
+        if credentials.name != COORDINATOR:  # which leaves a revoked party out and may do without it
             check_none_revoked(self.keys, self.file.members)
-            if why := revoked(self.keys).get(found.name):
+            if why := revoked(self.keys).get(credentials.name):
                 raise DataError(f"{self.keys}: the coordinator has revoked this member ({why}).")
-        return found
+        return credentials
 
     @cached_property
     def roster(self) -> Roster | None:
@@ -379,32 +379,32 @@ def final_message(result: Result) -> bytearray:
 
 
 def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Mapping[str, int]) -> str | None:
-    """Why a statement is not one that a run of this plan can end with."""
+    """Return why no run of this plan can end with this statement, or ``None`` if one can."""
     try:
-        said = Privacy.from_json(statement["privacy"])
+        stated_privacy = Privacy.from_json(statement["privacy"])
         dict(statement["details"])
-        releases = {str(slot): int(made) for slot, made in said.releases.items()}
+        releases = {str(slot): int(release_count) for slot, release_count in stated_privacy.releases.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"it has no readable statement of privacy ({type(error).__name__})"
     plan = file.plan
     if statement.get("algorithm") != plan.algorithm or statement["details"].get("plan_file") != file.digest:
         return "it is of another algorithm or plan"
-    if any(releases.get(slot, 0) < made for slot, made in answered.items()):
+    if any(releases.get(slot, 0) < release_count for slot, release_count in answered.items()):
         return "it lists fewer releases than were answered here"
     allowed = {slot.name: plan.limit(slot.name) for slot in plan.schedule.slots}
-    if any(made > allowed.get(slot, 0) for slot, made in releases.items()):
+    if any(release_count > allowed.get(slot, 0) for slot, release_count in releases.items()):
         return "it lists more releases than the plan allows"
     if file.budget is None:
-        private = said.is_private or said.epsilon is not None
+        private = stated_privacy.is_private or stated_privacy.epsilon is not None
         return "it is called private, and the plan adds no noise" if private else None
-    if said.epsilon is None:
+    if stated_privacy.epsilon is None:
         return "it states no ε"
-    if said.delta != file.budget.delta or said.relation is not file.budget.relation:
-        return f"δ = {said.delta} under {said.relation} is not what was agreed"
+    if stated_privacy.delta != file.budget.delta or stated_privacy.relation is not file.budget.relation:
+        return f"δ = {stated_privacy.delta} under {stated_privacy.relation} is not what was agreed"
     # Whenever a run stops, all of its plan is spent: spare rounds and what an early stop left are not given back.
-    if said.events != plan.event or said.noise_multiplier != plan.noise_multiplier:
+    if stated_privacy.events != plan.event or stated_privacy.noise_multiplier != plan.noise_multiplier:
         return "it lists other releases or other noise than the plan's"
-    return contradiction(said)
+    return contradiction(stated_privacy)
 
 
 def model_digest(folder: Path) -> str:
@@ -425,8 +425,8 @@ def described(file: PlanFile, name: str, path: str | Path, data: Dataset | Party
     if isinstance(data, PartyRecords):
         return data.in_words(path, file.sizes[file.parties.index(name)])
     people = "" if data.person is None else f"{factorize_ids(data.person)[1]} people, "
-    found = f"{people}{len(data.y)} records (the plan says {file.sizes[file.parties.index(name)]})"
+    counts = f"{people}{len(data.y)} records (the plan says {file.sizes[file.parties.index(name)]})"
     columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""
     classes = file.model.get("class_names") or ()
     labels = f"; any label but {', '.join(classes)} counts as {classes[0]}" if classes else ""
-    return f"{path}: {found}{columns}{labels}"
+    return f"{path}: {counts}{columns}{labels}"

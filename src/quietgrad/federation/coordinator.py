@@ -119,15 +119,15 @@ class AggregateStore:
         if self._file is not None:
             self._file.append(json.dumps(line).encode() + b"\n" + body)
 
-    def _read(self, kept: LockedAppendFile, digest: str) -> bool:
-        with kept.path.open("rb") as file:
+    def _read(self, log: LockedAppendFile, digest: str) -> bool:
+        with log.path.open("rb") as file:
             first = file.readline()
             if not first.endswith(b"\n"):  # killed while the file was made: nothing was asked yet
-                kept.cut(0)
+                log.cut(0)
                 return False
             head = _line(first)
             if head is None or head.get("format") != 1 or head["plan"] != digest:
-                raise DataError(f"{kept.path}: has a run of another plan or version; continue it, or move it away.")
+                raise DataError(f"{log.path}: has a run of another plan or version; continue it, or move it away.")
             self.run, self.public_key = head["run"], bytes.fromhex(head["public_key"])
             good = file.tell()
             while (entry := _line(file.readline())) is not None:
@@ -142,8 +142,9 @@ class AggregateStore:
                     self.done.append((entry["slot"], np.frombuffer(body, "<f8").astype(np.float64)))
                     self.unfinished = None
                 good = file.tell()
+            # What a crash cut short is removed, or the next entry would be appended to half a line.
             if file.seek(0, 2) > good:
-                kept.cut(good)
+                log.cut(good)
         return True
 
 
@@ -372,9 +373,9 @@ class FederatedSession:
         return total
 
     def _replayed(self, slot: str) -> Floats:
-        kept, value = self._replay.pop()
-        if kept != slot:
-            raise BudgetError(f"the kept run released {kept!r} here, and {slot!r} is asked: not the same run.")
+        name, value = self._replay.pop()
+        if name != slot:
+            raise BudgetError(f"the kept run released {name!r} here, and {slot!r} is asked: not the same run.")
         self._made[slot] += 1
         self._draws[slot] += 1
         if not self._replay:

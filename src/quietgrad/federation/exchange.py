@@ -238,14 +238,14 @@ class _Asking:
         return self.good
 
     def _number(self, messages: Mapping[str, Bytes]) -> None:
-        """Put messages under a new number: never the one of a reply that may be remembered."""
+        """Frame messages under a new number, because a member may remember its reply to an earlier one."""
         self.over._number += 1
-        made: dict[int, bytearray] = {}  # one frame for a message that goes to many
+        frame_by_message: dict[int, bytearray] = {}  # one frame for a message that goes to many
         for name, message in messages.items():
-            if id(message) not in made:
+            if id(message) not in frame_by_message:
                 head = Envelope(self.kind, self.over._number, self.over._session, self.over._agreement)
-                made[id(message)] = head.around(message)
-            self.frames[name], self.numbers[name] = made[id(message)], self.over._number
+                frame_by_message[id(message)] = head.around(message)
+            self.frames[name], self.numbers[name] = frame_by_message[id(message)], self.over._number
 
     def _deadline(self, name: str) -> float:
         """Until when a member is waited for once enough others have answered."""
@@ -270,8 +270,8 @@ class _Asking:
     def _take(self, name: str, reply: Bytes) -> None:
         self.away.pop(name, None)
         try:
-            said = Envelope.of(reply)
-            if (said.session, said.number) != (self.over._session, self.numbers[name]):
+            envelope = Envelope.of(reply)
+            if (envelope.session, envelope.number) != (self.over._session, self.numbers[name]):
                 raise WireError("it belongs to another question")
             message = decode(body(reply), most=self.over.most)
         except WireError as error:
@@ -292,8 +292,8 @@ class _Asking:
             return
         # It does not know the run, so it has restarted: open the run there again, then ask what was asked.
         self.readmitted.add(name)
-        found = self.over.call({name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good))
-        why = self.over.admit(name, found[name]) if name in found else "does not open the run"
+        replies = self.over.call({name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good))
+        why = self.over.admit(name, replies[name]) if name in replies else "does not open the run"
         if why is None:
             self.over._tell(f"{name} restarted and is back")
             self._number({name: self.messages[name]})

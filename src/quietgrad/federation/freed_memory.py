@@ -28,7 +28,7 @@ def give_back(dimension: int) -> None:
 @functools.cache
 def _trim() -> Callable[[int], object]:
     try:
-        found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library, or no dynamic loader
         return lambda pad: None
-    return found
+    return malloc_trim

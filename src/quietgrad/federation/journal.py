@@ -257,7 +257,7 @@ def _key_file(journal: Path) -> Path:
 
 
 def _destroy(secret: Path) -> None:
-    """Overwrite and remove a key: which records a run used stays secret. Of a link, only the link is removed."""
+    """Overwrite and remove a key, so that the sampled records stay secret. Of a link, only the link is removed."""
     if not os.path.lexists(secret):
         return
     try:
@@ -268,8 +268,8 @@ def _destroy(secret: Path) -> None:
     with os.fdopen(descriptor, "wb") as file:
         if POSIX:
             secret.unlink()  # first: a crash in between must not leave another key
-        found, names = os.fstat(file.fileno()), 0 if POSIX else 1
-        if stat.S_ISREG(found.st_mode) and found.st_nlink == names:  # else it is another file too
+        file_status, names = os.fstat(file.fileno()), 0 if POSIX else 1
+        if stat.S_ISREG(file_status.st_mode) and file_status.st_nlink == names:  # else it is another file too
             file.write(os.urandom(KEY_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -346,13 +346,13 @@ class Approval:
         self.journal.end()
 
     def withdraw(self) -> bool:
-        """Take the approval back if nothing was asked under it, and give back what was paid; whether that is so."""
+        """Withdraw the approval and refund its charge if no round was asked under it; return whether that is so."""
         if self.journal.last_round >= 0 or len(self._charges) > 1:
             return False
         if self.journal.run is not None:
             if not self.journal.ended:
-                found = self._charges or [self._reopened(self.journal.entry) or Charge(None)]
-                found[0].cancel("the run ended before anything was asked")
+                charges = self._charges or [self._reopened(self.journal.entry) or Charge(None)]
+                charges[0].cancel("the run ended before anything was asked")
             self.journal.unbind()
             self._charges = []
         return True

@@ -130,10 +130,10 @@ class NetworkSource(BaseObjective):
     @property
     def digests(self) -> dict[str, str]:
         """The SHA-256 of each file by name, which the plan's digest covers."""
-        found = {self.file: hashlib.sha256(self.text.encode()).hexdigest()}
+        digest_by_file = {self.file: hashlib.sha256(self.text.encode()).hexdigest()}
         if self.start is not None and self.start_file is not None:
-            found[self.start_file] = hashlib.sha256(self.start).hexdigest()
-        return found
+            digest_by_file[self.start_file] = hashlib.sha256(self.start).hexdigest()
+        return digest_by_file
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -176,13 +176,13 @@ class NetworkSource(BaseObjective):
         if not isinstance(module, torch.nn.Module):
             raise DataError(f"{self.file}: {self.maker} returns a {type(module).__name__}, not a torch module.")
         self._start(module)
-        made = objective(module, self._loss(space), pad=self.pad)
-        if made.engine.dim != self.parameters:
+        network = objective(module, self._loss(space), pad=self.pad)
+        if network.engine.dim != self.parameters:
             raise DataError(
-                f"{self.file}: the module trains {made.engine.dim} parameters, the plan states {self.parameters}. "
-                "Correct 'parameters' in [objective]."
+                f"{self.file}: the module trains {network.engine.dim} parameters, the plan states "
+                f"{self.parameters}. Correct 'parameters' in [objective]."
             )
-        return made
+        return network
 
     def _executed(self) -> ModuleType:
         """The file as a module of its own, which no import finds."""
@@ -201,8 +201,8 @@ class NetworkSource(BaseObjective):
     def _loss(self, space: ModuleType) -> Any:
         if self.loss in LOSSES:
             home, _, name = LOSSES[self.loss].partition(":")
-            found = getattr(__import__(home, fromlist=[name]), name)
-            return found() if isinstance(found, type) else found
+            torch_loss = getattr(__import__(home, fromlist=[name]), name)
+            return torch_loss() if isinstance(torch_loss, type) else torch_loss
         loss = getattr(space, self.loss, None)
         if not callable(loss):
             raise DataError(f"{self.file}: has no loss {self.loss!r}; named ones are {', '.join(LOSSES)}.")

@@ -56,12 +56,12 @@ def samplers(
     With ``ids`` all parties share the secret key and sample by record, as one curator of all records would.
     """
     owner = f"/{plan.names[party]}" if ids is None else ""
-    found: dict[str, Draw] = {}
+    draws: dict[str, Draw] = {}
     fresh: SlotSampler | None = None
     for slot in plan.schedule.slots:
         stream, local = SecureStream(key, f"sample/{slot.name}{owner}"), slot.sampling.at_party(plan.sizes, party)
         if local is None:
-            found[slot.name] = lambda draw: np.empty(0, np.int64)
+            draws[slot.name] = lambda draw: np.empty(0, np.int64)
         elif local.fresh:
             if fresh is None:
                 # Each record has a secret slot of n, by a keyed hash of its id: a replaced record keeps its slot.
@@ -69,10 +69,10 @@ def samplers(
                 slots = hashed_slots(names, local.pass_size, SecureStream(key, f"sample/fresh{owner}"))
                 fresh = SlotSampler(slots, local.pass_size)
             fresh.skip_to(fresh.position + local.fresh * drawn(slot.name))
-            found[slot.name] = partial(_take, fresh, local.fresh)
+            draws[slot.name] = partial(_take, fresh, local.fresh)
         else:
-            found[slot.name] = (local.sampler(n_records, stream) if ids is None else local.by_id(ids, stream)).batch
-    return found
+            draws[slot.name] = (local.sampler(n_records, stream) if ids is None else local.by_id(ids, stream)).batch
+    return draws
 
 
 def _take(fresh: SlotSampler, count: int, draw: int) -> npt.NDArray[np.int64]:

@@ -45,7 +45,7 @@ def check_pin(pin: str, file: PlanFile) -> None:
         ValueError: it has too few digits, or lacks one of ε, δ and n.
         BudgetError: it is the pin of another plan.
     """
-    said = {_NAMES.get(name.lower(), name.lower()): number for name, number in _NUMBER.findall(pin)}
+    pin_numbers = {_NAMES.get(name.lower(), name.lower()): number for name, number in _NUMBER.findall(pin)}
     digits = re.sub(r"[\s,;:·]", "", _NUMBER.sub("", pin)).lower()
     if not re.fullmatch("[0-9a-f]*", digits) or len(digits) > _WHOLE:
         raise ValueError(f"{pin!r}: is not a pin. {_FORM}")
@@ -56,10 +56,10 @@ def check_pin(pin: str, file: PlanFile) -> None:
     budget = file.budget
     stated = {"ε": None if budget is None else budget.epsilon, "n": sum(file.sizes)}
     stated |= {} if budget is None else {"δ": budget.delta}
-    if len(digits) < _WHOLE and (missing := [name for name in stated if name not in said]):
+    if len(digits) < _WHOLE and (missing := [name for name in stated if name not in pin_numbers]):
         raise ValueError(f"{pin!r}: does not say {' and '.join(missing)}. {_FORM}")
     if not file.digest.startswith(digits) or any(
-        name not in stated or _number(number) != stated[name] for name, number in said.items()
+        name not in stated or _number(number) != stated[name] for name, number in pin_numbers.items()
     ):
         raise BudgetError(f"the plan's pin is {pin_of(file)}, not the approved {pin}; nothing was given.")
 

@@ -285,12 +285,12 @@ class FederatedPlan(Plan):
     @property
     def variance_factor(self) -> float:
         """Variance of the noise in a sum ÷ that of a trusted curator."""
-        own = self.own_noise or self.secure == "masks"
+        parties_add_noise = self.own_noise or self.secure == "masks"
         factor = sum(f * f for f in self.factors) / max(self.factors) ** 2 if self.own_noise else 1.0
         if self.secure is not None:
             factor = self.terms(1).variance_factor if self.is_private else 0.0
         # Sums of k of m parties are multiplied by m/k, and parties that are not asked add none of their noise.
-        return factor * self.upscaling ** (1 if own else 2)
+        return factor * self.upscaling ** (1 if parties_add_noise else 2)
 
     @property
     def upscaling(self) -> float:
@@ -363,12 +363,12 @@ class FederatedPlan(Plan):
         """Total variation that the discrete noise of all secure sums of the run adds up to."""
         if self.secure is None or not self.is_private:
             return 0.0
-        made = [
+        slot_sums = [
             (self.limit(slot.name), self.terms(self.dims.get(slot.name, self.shape.dim)))
             for slot in self.schedule.slots
         ]
-        distance = math.fsum(count * terms.distance() for count, terms in made)
-        return distance + math.sqrt(math.fsum(count * terms.divergence() for count, terms in made) / 2.0)
+        distance = math.fsum(count * terms.distance() for count, terms in slot_sums)
+        return distance + math.sqrt(math.fsum(count * terms.divergence() for count, terms in slot_sums) / 2.0)
 
     def proves(self) -> None:
         """Raise unless the plan's own events prove its budget: what a party checks before it approves."""
@@ -384,18 +384,18 @@ class FederatedPlan(Plan):
         return "\n".join((explain(self), *(f"theorem: {bound}" for bound in bounds)))
 
     def to_json(self) -> dict[str, Any]:
-        own = {_KEYS.get(name, name): vars(self)[name] for name in _OWN}
-        own["shape"] = self.shape._asdict()
-        own |= {name: list(each) for name, each in own.items() if isinstance(each, tuple)}
-        own["queries"] = {slot: list(templates) for slot, templates in self.templates.items()}
-        return {**super().to_json(), "adaptive": self.schedule.adaptive, **own}
+        plan_fields = {_KEYS.get(name, name): vars(self)[name] for name in _OWN}
+        plan_fields["shape"] = self.shape._asdict()
+        plan_fields |= {name: list(each) for name, each in plan_fields.items() if isinstance(each, tuple)}
+        plan_fields["queries"] = {slot: list(templates) for slot, templates in self.templates.items()}
+        return {**super().to_json(), "adaptive": self.schedule.adaptive, **plan_fields}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FederatedPlan:
         """Rebuild a plan from :meth:`to_json`; its events are recomputed, not believed."""
-        own = {name: data[key] for name in _OWN if (key := _KEYS.get(name, name)) in data}
-        own |= {name: tuple(own[name]) for name in ("names", "sizes", "factors", "servers")}
-        own["templates"] = {slot: tuple(templates) for slot, templates in own["templates"].items()}
+        plan_fields = {name: data[key] for name in _OWN if (key := _KEYS.get(name, name)) in data}
+        plan_fields |= {name: tuple(plan_fields[name]) for name in ("names", "sizes", "factors", "servers")}
+        plan_fields["templates"] = {slot: tuple(templates) for slot, templates in plan_fields["templates"].items()}
         slots = tuple(Slot.from_json(entry) for entry in data["slots"])
         return cls(
             algorithm=data["algorithm"],
@@ -406,7 +406,7 @@ class FederatedPlan(Plan):
             noise_multiplier=data["noise_multiplier"],
             unit=PrivacyUnit.parse(data["unit"]),
             records_public=data.get("records_public"),
-            **{**own, "shape": Shape(**own["shape"])},
+            **{**plan_fields, "shape": Shape(**plan_fields["shape"])},
         )
 
     @cached_property

@@ -194,9 +194,9 @@ def parse_plan(text: str, source: str = "plan", files_beside: Beside = nothing_b
 
 
 def _plan(content: dict[str, Any], files_beside: Beside) -> PlanFile:
-    known = {*SECTIONS, "algorithm", "objective", "party"}
-    if extra := sorted(content.keys() - known):
-        raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(known))}.")
+    section_names = {*SECTIONS, "algorithm", "objective", "party"}
+    if extra := sorted(content.keys() - section_names):
+        raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(section_names))}.")
     sections = (check_types(content.get(name, {}), f"[{name}]", allowed) for name, allowed in SECTIONS.items())
     federation, where, data, promise = sections
     parties = content.get("party", [])
@@ -325,12 +325,12 @@ def write_job(file: PlanFile, engine: str, folder: Path) -> list[Path]:
                 **base, "executors": [{"tasks": ["quietgrad"], "executor": executor}],
             },
         }  # fmt: skip
-        made = {name: json.dumps(each, indent=2) + "\n" for name, each in content.items()}
+        job_files = {name: json.dumps(each, indent=2) + "\n" for name, each in content.items()}
     else:
-        made = {f"{_APP}/{end}.py": _FLOWER_END.format(home=_HOME, end=end) for end in ("server", "client")}
-        made[f"{_APP}/__init__.py"] = ""
-        made["pyproject.toml"] = _PYPROJECT.format(name=f"quietgrad-{file.name}", digest=file.digest, app=_APP)
-    for name, text in made.items():
+        job_files = {f"{_APP}/{end}.py": _FLOWER_END.format(home=_HOME, end=end) for end in ("server", "client")}
+        job_files[f"{_APP}/__init__.py"] = ""
+        job_files["pyproject.toml"] = _PYPROJECT.format(name=f"quietgrad-{file.name}", digest=file.digest, app=_APP)
+    for name, text in job_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         files.write_atomically(folder / name, text.encode())
-    return [folder / name for name in made]
+    return [folder / name for name in job_files]

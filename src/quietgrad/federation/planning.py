@@ -280,11 +280,11 @@ def declared(
     templates: dict[str, tuple[Template, ...]] = {}
     dims: dict[str, int] = {}
     # What is known before a run: all that a declaration of queries may depend on.
-    known = SimpleNamespace(
+    public_facts = SimpleNamespace(
         objective=objective, plan=plan, regularizer=objective.regularizer,
         expected_batch=lambda slot: plan.schedule[slot].sampling.expected_batch(plan.n_public),
     )  # fmt: skip
-    for slot, asked in algorithm.asks(initial, cast(Session, known)):
+    for slot, asked in algorithm.asks(initial, cast(Session, public_facts)):
         if slot not in {each.name for each in plan.schedule.slots}:
             continue
         query, allowed = template(asked)
@@ -335,22 +335,22 @@ def party_statements(plan: FederatedPlan) -> tuple[str, ...]:
     """Return statements beside the ε of a plan whose unit is a party: its neighbours, and who draws parties."""
     if plan.unit is not PrivacyUnit.PARTY or plan.budget is None:
         return ()
-    found = [
+    statements = [
         "who the parties are is public; a neighbour has the same parties, of which one holds nothing or other data"
     ]
     if plan.coordinator_draws:
         most = max(slot.sampling.coordinator_draws or 0 for slot in plan.schedule.slots)
-        found.append(
+        statements.append(
             "two statements: the stated ε holds against the coordinator, who draws the parties and knows whom, "
             f"because each party takes part {most} times at most; against those who see released models alone "
             f"{_viewers(plan, plan.budget)}"
         )
     if plan.answer_after is not None and plan.trust != "curator":
-        found.append(
+        statements.append(
             "each party draws for itself after its presence is settled, trains whatever it draws, and answers "
             f"{plan.answer_after:g} s after it is asked; what fails or is late is a masked zero"
         )
-    return tuple(found)
+    return tuple(statements)
 
 
 def _viewers(plan: FederatedPlan, budget: Budget) -> str:

@@ -92,10 +92,10 @@ class Credentials:
             raise DataError(f"{path}: not a folder of `quietgrad federate provision`.") from None
         if publics.get(name) != identity.public:
             raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
-        found = cls(path, name, identity, publics, authorities, secret)
-        if names_in(found.certificate) != [name]:
+        credentials = cls(path, name, identity, publics, authorities, secret)
+        if names_in(credentials.certificate) != [name]:
             raise DataError(f"{path}: member.json is of {name!r} and cert.pem of another; copy both anew.")
-        return found
+        return credentials
 
     @property
     def certificate(self) -> x509.Certificate:
@@ -107,8 +107,8 @@ class Credentials:
     @property
     def revocations(self) -> Revocations:
         """The revoked members, as this folder knows them."""
-        own = self.identity if self.name == COORDINATOR else None
-        return Revocations(self.folder, self.publics, own)
+        signer = self.identity if self.name == COORDINATOR else None
+        return Revocations(self.folder, self.publics, signer)
 
     def is_issued_for(self, name: str, certificate: x509.Certificate) -> bool:
         """Whether the authority that signs for ``name`` issued this certificate, which names it and no other."""
@@ -117,8 +117,8 @@ class Credentials:
         pinned = self.authorities.get(name)
         if self.authorities and pinned is None:
             return False
-        known = x509.load_pem_x509_certificates((self.folder / "ca.pem").read_bytes())
-        for authority in known:
+        issuers = x509.load_pem_x509_certificates((self.folder / "ca.pem").read_bytes())
+        for authority in issuers:
             if pinned is None or _fingerprint(authority) == pinned:
                 try:
                     certificate.verify_directly_issued_by(authority)
@@ -129,14 +129,14 @@ class Credentials:
 
     def check_dates(self) -> None:
         """Raise ``DataError`` for a certificate that other members would refuse."""
-        own = self.certificate
+        certificate = self.certificate
         try:
-            good = self.is_issued_for(self.name, own)
+            good = self.is_issued_for(self.name, certificate)
         except (ValueError, TypeError):
             good = False
         if not good:
             raise DataError(f"{self.folder}: cert.pem is not signed by the authority in ca.pem; copy both.")
-        _check_dates(own, str(self.folder))
+        _check_dates(certificate, str(self.folder))
 
     @property
     def fingerprint(self) -> str:
@@ -195,13 +195,13 @@ def provision(
     write_atomically(root / "authority" / "ca.pem", bundle)
     if keep_authority:
         write_key(root / "authority" / "ca.key", signer, secret)
-    made, identities = {name: root / name for name in members}, {}
-    for name, home in made.items():
+    home_by_name, identities = {name: root / name for name in members}, {}
+    for name, home in home_by_name.items():
         home.mkdir(parents=True)
         mine = asked.get(name)
         if mine is None:
-            key, own = _new_keys(home, name, secret)
-            public_key, identities[name] = key.public_key(), own.public.hex()
+            key, identity = _new_keys(home, name, secret)
+            public_key, identities[name] = key.public_key(), identity.public.hex()
         else:
             public_key, identities[name] = mine.key, mine.identity.hex()
         certificate = None if mine is None else mine.certificate
@@ -215,10 +215,10 @@ def provision(
         write_atomically(home / "cert.pem", _pem(certificate))
         write_atomically(home / "ca.pem", bundle)
     authorities = {name: _fingerprint(each) for name, each in signing.items()}
-    for name, home in made.items():
+    for name, home in home_by_name.items():
         entry = {"name": name, "identities": identities, "authorities": authorities}
         write_atomically(home / "member.json", (json.dumps(entry, indent=2) + "\n").encode())
-    return list(made.values())
+    return list(home_by_name.values())
 
 
 def request(name: str, folder: str | Path, *, secret: bytes | None = None) -> Path:
@@ -394,10 +394,10 @@ def _purpose(name: str) -> x509.ObjectIdentifier:
 
 
 def _new_keys(home: Path, name: str, secret: bytes | None) -> tuple[ec.EllipticCurvePrivateKey, Identity]:
-    key, own = ec.generate_private_key(ec.SECP256R1()), Ed25519PrivateKey.generate()
+    key, identity_key = ec.generate_private_key(ec.SECP256R1()), Ed25519PrivateKey.generate()
     write_key(home / "key.pem", key, secret)
-    write_key(home / "identity.key", own, secret)
-    return key, Identity(name, own.private_bytes_raw())
+    write_key(home / "identity.key", identity_key, secret)
+    return key, Identity(name, identity_key.private_bytes_raw())
 
 
 def _bound(name: str, body: Mapping[str, str]) -> bytes:

@@ -30,11 +30,11 @@ _REASON = 200  # characters
 
 def revoke(folder: str | Path, name: str, reason: str) -> dict[str, str]:
     """Add ``name`` to the members that the owner of ``folder`` revokes; returns all of them with the reasons."""
-    own = own_revoked(folder)
+    reasons = own_revoked(folder)
     today = datetime.datetime.now(datetime.UTC).date()
-    own[check_path_name("member", name)] = f"{today}: {reason}"
-    _write(Path(folder) / FILE, own)
-    return own
+    reasons[check_path_name("member", name)] = f"{today}: {reason}"
+    _write(Path(folder) / FILE, reasons)
+    return reasons
 
 
 def own_revoked(folder: str | Path) -> dict[str, str]:
@@ -49,9 +49,9 @@ def revoked(folder: str | Path) -> dict[str, str]:
 
 def check_none_revoked(folder: str | Path, names: tuple[str, ...]) -> None:
     """Raise ``DataError`` if the owner of ``folder`` revoked one of ``names``."""
-    own = own_revoked(folder)
-    if listed := [name for name in names if name in own]:
-        why = f"{listed[0]!r} is revoked here ({own[listed[0]]})"
+    reasons = own_revoked(folder)
+    if listed := [name for name in names if name in reasons]:
+        why = f"{listed[0]!r} is revoked here ({reasons[listed[0]]})"
         raise DataError(f"the plan lists a member, and {why}: agree on a plan without it.")
 
 
@@ -77,9 +77,9 @@ class Revocations:
 
     def handed_out(self) -> dict[str, Any]:
         """Fields of a message with the coordinator's list, signed; none if no member is revoked."""
-        if self._folder is None or self._identity is None or not (own := own_revoked(self._folder)):
+        if self._folder is None or self._identity is None or not (reasons := own_revoked(self._folder)):
             return {}
-        listed = {name: reason[:_REASON] for name, reason in own.items() if name in self._publics}
+        listed = {name: reason[:_REASON] for name, reason in reasons.items() if name in self._publics}
         return {"revocations": {"revoked": listed, "signature": self._identity.sign(self._signed(listed)).hex()}}
 
     def take(self, fields: Mapping[str, Any]) -> None:

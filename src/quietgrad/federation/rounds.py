@@ -116,9 +116,9 @@ class PlainRounds:
         return total
 
     def _fault(self, name: str, reply: Message, ask: RoundRequest) -> str | None:
-        said = {word: reply.fields.get(word) for word in ("run", "round")}
-        if reply.kind != "sum" or said != {word: ask.fields[word] for word in said}:
-            return f"reply is stale or a replay: round {said['round']!r} instead of {ask.fields['round']}"
+        round_fields = {word: reply.fields.get(word) for word in ("run", "round")}
+        if reply.kind != "sum" or round_fields != {word: ask.fields[word] for word in round_fields}:
+            return f"reply is stale or a replay: round {round_fields['round']!r} instead of {ask.fields['round']}"
         total = reply.arrays.get("total")
         if total is None or total.dtype != np.float64 or total.shape != (ask.dim,):
             return f"vector has a wrong length or type; {ask.dim} numbers were asked"
@@ -230,11 +230,11 @@ class SecureRounds:
             ask.begin()
             messages = ask.questions(to)
         else:
-            made: dict[int, bytearray] = {}  # one message for those who get the same
+            frame_by_id: dict[int, bytearray] = {}  # one message for those who get the same
             for frames in to.values():
-                if id(frames) not in made:
-                    made[id(frames)] = encode(Message(step.kind, {**ask.here, **more}, blobs(frames)))
-            messages = {name: made[id(frames)] for name, frames in to.items()}
+                if id(frames) not in frame_by_id:
+                    frame_by_id[id(frames)] = encode(Message(step.kind, {**ask.here, **more}, blobs(frames)))
+            messages = {name: frame_by_id[id(frames)] for name, frames in to.items()}
         servers = [name for name in to if name in self._plan.servers]
         enough = quorate(self._plan, *servers) if len(servers) < len(to) else partial(_all_of, servers)
         replies = self._exchange.call(messages, ask.faults, enough)
@@ -283,15 +283,15 @@ def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dic
     {'c': 'dealt a false share (so say a, b)'}
     """
     out: dict[str, str] = {}
-    known = accusations(faults)
-    accusers = {name for reasons in known.values() for name in reasons}
+    reasons_by_accused = accusations(faults)
+    accusers = {name for reasons in reasons_by_accused.values() for name in reasons}
     for name, why in faults.items():
         check, _, reason = why.removeprefix("refuses: ").partition(": ")
         if check == SumOutOfBoundsError.CHECK:  # found by the server that adds up, and not made by it
             out[check] = f"{reason} (so says {name})"
         elif name not in accusers:
             out[name] = why
-    for accused, reasons in known.items():
+    for accused, reasons in reasons_by_accused.items():
         if len(reasons) > colluders:
             out[accused] = f"{next(iter(reasons.values()))} (so say {', '.join(reasons)})"
         else:
@@ -305,13 +305,13 @@ def accusations(faults: Mapping[str, str]) -> dict[str, dict[str, str]]:
     >>> accusations({"a": "refuses: c: dealt a false share", "b": "did not answer within 9 s"})
     {'c': {'a': 'dealt a false share'}}
     """
-    found: dict[str, dict[str, str]] = {}
+    reasons_by_accused: dict[str, dict[str, str]] = {}
     for name, why in faults.items():
         accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
         others = accused not in (name, "coordinator", SumOutOfBoundsError.CHECK)
         if why.startswith("refuses: ") and colon and " " not in accused and others:
-            found.setdefault(accused, {})[name] = reason
-    return found
+            reasons_by_accused.setdefault(accused, {})[name] = reason
+    return reasons_by_accused
 
 
 def named(faults: Mapping[str, str]) -> str:

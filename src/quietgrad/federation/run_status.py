@@ -108,7 +108,7 @@ def status_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         left = (until - datetime.datetime.now(datetime.UTC).date()).days
         rows.append(("certificate", f"until {until}, {left} days{'; renew it' if left < _SOON else ''}"))
     for title in ("away", "revoked"):
-        found = facts.get(title)
-        if isinstance(found, Mapping) and found:
-            rows.append((title, "; ".join(f"{name} ({why})" for name, why in found.items())))
+        reason_by_member = facts.get(title)
+        if isinstance(reason_by_member, Mapping) and reason_by_member:
+            rows.append((title, "; ".join(f"{name} ({why})" for name, why in reason_by_member.items())))
     return rows

@@ -224,8 +224,8 @@ class InProcess:
         return tuple(self._sites)
 
     def renewed(self) -> set[str]:
-        found, self._renewed = self._renewed, set()
-        return found
+        names, self._renewed = self._renewed, set()
+        return names
 
     def replace(self, name: str, handler: Handler) -> None:
         """Put a new process in the place of a member."""

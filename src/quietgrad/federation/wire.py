@@ -250,7 +250,7 @@ def _unpack(value: object, arrays: Mapping[str, Array], like: OwnVector) -> Any:
 
 
 def template(asked: Asked) -> tuple[Query, Template]:
-    """The query that an algorithm declares, and what a party lets it be.
+    """Return the query that an algorithm declares, and the values that a party accepts for its fields.
 
     >>> from quietgrad.core.session.queries import RecursiveMomentumQuery
     >>> query = RecursiveMomentumQuery(np.zeros(2), np.zeros(2), 0.1, 1.0, 0.5)
@@ -259,19 +259,19 @@ def template(asked: Asked) -> tuple[Query, Template]:
     """
     query = asked.query
     fields, arrays = pack(query)
-    found: Template = {}
+    limits: Template = {}
     for path, value in _leaves(fields, arrays):
         name = path.removeprefix("query.")
         if name in asked.between:
             low, high = (float(end) for end in asked.between[name])
-            found[path] = {"from": low, "to": high}
+            limits[path] = {"from": low, "to": high}
         elif isinstance(value, np.ndarray):
-            found[path] = ["array", *value.shape, *([{"sha256": _digest(value)}] if name in asked.pinned else [])]
+            limits[path] = ["array", *value.shape, *([{"sha256": _digest(value)}] if name in asked.pinned else [])]
         else:
-            found[path] = value
-    if missing := {*asked.between, *asked.pinned} - {path.removeprefix("query.") for path in found}:
+            limits[path] = value
+    if missing := {*asked.between, *asked.pinned} - {path.removeprefix("query.") for path in limits}:
         raise ValueError(f"{type(query).__name__} has no field {sorted(missing)[0]!r} that could vary.")
-    return query, json.loads(json.dumps(found))
+    return query, json.loads(json.dumps(limits))
 
 
 def _leaves(fields: object, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:

@@ -155,32 +155,32 @@ def allocate_range_estimation(
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)
-    known = RangeEstimation(
+    estimation = RangeEstimation(
         declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, whole=whole,
         whole_target=whole_target, counts=counts,
     )  # fmt: skip
-    wide = len(known.to_estimate(features)) if row_bound is None and not whole else 0
-    known = replace(known, refine=False)
-    unknown = len(known.to_estimate(features))
+    wide = len(estimation.to_estimate(features)) if row_bound is None and not whole else 0
+    estimation = replace(estimation, refine=False)
+    unknown = len(estimation.to_estimate(features))
     if not unknown and (not wide or range_share_needed(n, wide, mu) > _CHEAP):
         # Ranges that are all declared ten times too wide are worse than none: one histogram of all of them tells.
         seen = 2.0 * math.sqrt(2.0 / _RELATIVE) / mu <= 0.2 * n
-        pooled = replace(known, refine=True, ranges="relative", range_share=_RELATIVE)
-        return pooled if wide and len(pooled.to_estimate(features)) and not sparse and seen else known
+        pooled = replace(estimation, refine=True, ranges="relative", range_share=_RELATIVE)
+        return pooled if wide and len(pooled.to_estimate(features)) and not sparse and seen else estimation
     if range_share_needed(n, max(wide, unknown), mu) <= _CHEAP:
-        known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
+        estimation, unknown = replace(estimation, refine=wide > unknown), max(wide, unknown)
     needed = range_share_needed(n, unknown, mu)
     if needed <= 0.3:
         share = min(max(needed, 0.02), 0.15)
         closer = 3 if needed <= 0.005 else 1  # where they cost next to nothing
         offset = 0.0 if sparse else min(max(needed, 0.01), 0.08)
-        return replace(known, range_share=share, offset_share=offset, closer=closer)
+        return replace(estimation, range_share=share, offset_share=offset, closer=closer)
     share = min(max((10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.02), 0.12)
     # Mean octaves of each feature, known to one octave with the share asked for; more than four tell nothing.
     asked = (10.0 * math.sqrt(unknown) / (n * mu)) ** 2
     if sparse or asked / 0.12 > 16.0:
-        return replace(known, ranges="pooled", range_share=share)
-    return replace(known, ranges="means", range_share=share, octave_share=min(max(asked, 0.01), 0.12))
+        return replace(estimation, ranges="pooled", range_share=share)
+    return replace(estimation, ranges="means", range_share=share, octave_share=min(max(asked, 0.01), 0.12))
 
 
 def range_share_needed(n: int, features: int, mu: float) -> float:

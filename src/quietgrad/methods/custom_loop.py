@@ -62,8 +62,8 @@ class LoopReleases(HasSchedule):
     def config(self) -> dict[str, Any]:
         """The public settings as JSON values."""
         clip = {"clip": self.clip} if isinstance(self.clip, float | int) else dict(self.clip)
-        own = {"stretches": [list(stretch) for stretch in self.stretches], "sampling": self.sampling}
-        return {**own, **({} if self.condition is None else {"condition": self.condition}), **clip}
+        settings = {"stretches": [list(stretch) for stretch in self.stretches], "sampling": self.sampling}
+        return {**settings, **({} if self.condition is None else {"condition": self.condition}), **clip}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LoopReleases:

@@ -258,23 +258,25 @@ def resume(
         raise ValueError("data: must be given, since a folder holds none: resume(folder=..., data=(X, y)).")
     if (result := over(folder)) is not None:
         return result
-    kept = open_run(folder, kind=TABLE, ledger=ledger, every=checkpoint_seconds)
+    saved_run = open_run(folder, kind=TABLE, ledger=ledger, every=checkpoint_seconds)
     try:
-        settings, the_plan = kept.header.settings, kept.plan
-        kept.agree_on_account(account, cap)
+        settings, the_plan = saved_run.header.settings, saved_run.plan
+        saved_run.agree_on_account(account, cap)
         method: Algorithm
         if algorithm is None:
             try:
                 method = entry(the_plan.algorithm).make(the_plan.config)
             except ValueError:
-                raise DataError(f"{kept.folder}: the method of this run is your own; give algorithm=.") from None
+                raise DataError(
+                    f"{saved_run.folder}: the method of this run is your own; give algorithm=."
+                ) from None
         else:
             method = algorithm(the_plan.n_public) if callable(algorithm) else algorithm
         settled = current_config(the_plan.algorithm, the_plan.config)
-        kept.agree("algorithm", [method.name, method.config()], [the_plan.algorithm, settled])
+        saved_run.agree("algorithm", [method.name, method.config()], [the_plan.algorithm, settled])
         if objective is None:
             if settings["objective"] is None:
-                raise DataError(f"{kept.folder}: the loss of this run is your own: give it as objective=.")
+                raise DataError(f"{saved_run.folder}: the loss of this run is your own: give it as objective=.")
             objective = from_facts(settings["objective"])
         if person is not None and settings["people"] is not None:  # what the folder says need not be said again
             combine = combine or settings["people"]["combine"]
@@ -283,18 +285,19 @@ def resume(
         objective, data = _of_units(objective, data, person, party, rule)
         if counting(objective) != settings["people"]:
             raise DataError(
-                f"{kept.folder}: the run counted its people otherwise; resume it with the same person= or party=."
+                f"{saved_run.folder}: the run counted its people otherwise; resume it with the same person= "
+                "or party=."
             )
         if settings["objective"] is not None:
-            kept.agree("objective", facts_of(objective), settings["objective"])
-        active = reopened(kept, objective, data, method)
+            saved_run.agree("objective", facts_of(objective), settings["objective"])
+        active = reopened(saved_run, objective, data, method)
         result = run(
-            method, active.session, active.start, state=kept.state, callback=callback, kept=kept,
-            account=kept.header.asked, notes=kept.header.notes,
+            method, active.session, active.start, state=saved_run.state, callback=callback, kept=saved_run,
+            account=saved_run.header.asked, notes=saved_run.header.notes,
         )  # fmt: skip
-        return kept.finish(result)
+        return saved_run.finish(result)
     finally:
-        kept.close()
+        saved_run.close()
 
 
 def counting(objective: object) -> dict[str, Any] | None:

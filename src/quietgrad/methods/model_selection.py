@@ -115,14 +115,14 @@ class ModelSelection(Algorithm):
 
     def schedule(self, n_public: int) -> Schedule:
         """The oracle's slots and one search, all on disjoint records."""
-        kept = int(self.held_out * n_public)
-        if kept < 1 or n_public - kept < self.oracle.batches(n_public)[0]:
+        size = int(self.held_out * n_public)
+        if size < 1 or n_public - size < self.oracle.batches(n_public)[0]:
             raise SettingError(
-                f"{{n}}: too small for one full query and a held-out part of {kept} records.", n=n_public
+                f"{{n}}: too small for one full query and a held-out part of {size} records.", n=n_public
             )
-        search = Slot("select", SinglePass(n_public, kept))
+        search = Slot("select", SinglePass(n_public, size))
         if self.search == "threshold":
-            search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
+            search = Slot("select", SinglePass(n_public, size), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
@@ -186,14 +186,14 @@ class ModelSelection(Algorithm):
 
     def _search_hessians(self, state: State, session: Session) -> State:
         """Release gradients and Hessians at the candidates, and take the first that passes."""
-        extra, found = state.extra, state.extra["candidates"]
+        extra, candidate_points = state.extra, state.extra["candidates"]
         state.stopped_by, state.done, extra["asked"] = "samples", True, 0
-        if not found:
+        if not candidate_points:
             return state
-        spaced = np.unique(np.linspace(0, len(found) - 1, self.candidates).round().astype(int)).tolist()
+        spaced = np.unique(np.linspace(0, len(candidate_points) - 1, self.candidates).round().astype(int)).tolist()
         # A plan fixes how many points are asked about: the last one fills up.
         spaced += [spaced[-1]] * (self.candidates - len(spaced))
-        query, n = self._tests([found[k] for k in spaced], session), session.expected_batch("select")
+        query, n = self._tests([candidate_points[k] for k in spaced], session), session.expected_batch("select")
         try:
             total = session.release("select", query)
         except ExhaustedError:  # a round among parties was lost, and with it the held-out records
@@ -209,10 +209,10 @@ class ModelSelection(Algorithm):
         extra["margin"] = max(extra["alpha"] - steep / n, 0.0)
         for k, (gradient, hessian) in zip(spaced, query.unpack(total), strict=True):
             if session.regularizer.smoothness:
-                hessian[np.diag_indices(dim)] += n * session.regularizer.curvature(found[k])
-            slope = norm(gradient + n * session.regularizer.gradient(found[k]))
+                hessian[np.diag_indices(dim)] += n * session.regularizer.curvature(candidate_points[k])
+            slope = norm(gradient + n * session.regularizer.gradient(candidate_points[k]))
             if slope <= steep and float(np.linalg.eigvalsh(hessian)[0]) >= -bent:
-                extra["chosen"], state.params, state.stopped_by = k, found[k], "sosp"
+                extra["chosen"], state.params, state.stopped_by = k, candidate_points[k], "sosp"
                 break
         return state
 

@@ -139,13 +139,13 @@ def check_tolerance(
     That curvature is ``curvature`` if given, or the most negative that the risk can have, or β, which bounds it. A
     convex risk has no saddle, so every α is fine.
     """
-    gamma, known = math.sqrt(rho * alpha), objective.negative_curvature()
+    gamma, loss_curvature = math.sqrt(rho * alpha), objective.negative_curvature()
     if curvature is not None:
         limit, what = curvature, f"curvature={curvature:.3g}"
-    elif known == 0.0:
+    elif loss_curvature == 0.0:
         return gamma
-    elif known is not None and known < smoothness:
-        limit, what = known, f"the curvature {known:.3g} of its saddles"
+    elif loss_curvature is not None and loss_curvature < smoothness:
+        limit, what = loss_curvature, f"the curvature {loss_curvature:.3g} of its saddles"
     else:
         limit, what = smoothness, f"β={smoothness:.3g}"
     if gamma >= limit:
@@ -244,11 +244,11 @@ class PerturbedSGD(Algorithm):
                 "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
             )
         if self.mode == "practical":
-            rate, own = self.learning_rate or STEP, self.oracle
+            rate, oracle = self.learning_rate or STEP, self.oracle
             object.__setattr__(self, "learning_rate", rate)
-            if isinstance(own, AdaptiveSpider | Spider):
-                own = replace(own, clip=own.clip or CLIP, smoothness=own.smoothness or 1.0 / rate)
-                object.__setattr__(self, "oracle", own)
+            if isinstance(oracle, AdaptiveSpider | Spider):
+                oracle = replace(oracle, clip=oracle.clip or CLIP, smoothness=oracle.smoothness or 1.0 / rate)
+                object.__setattr__(self, "oracle", oracle)
 
     @classmethod
     def theory(
@@ -268,25 +268,25 @@ class PerturbedSGD(Algorithm):
 
         :func:`~quietgrad.methods.second_order_theorem.solve` says what s and C are.
         """
-        found = solve(
+        solution = solve(
             constants, n=n, dim=dim, budget=budget, risk_bound=risk_bound, failure=failure, scale=scale,
             constant=constant, parties=parties,
         )  # fmt: skip
         oracle = AdaptiveSpider(
-            batch_size=found.batch_size,
-            difference_batch_size=found.difference_batch_size,
+            batch_size=solution.batch_size,
+            difference_batch_size=solution.difference_batch_size,
             clip=constants.lipschitz,
             smoothness=constants.record_smoothness,
-            kappa=found.kappa,
+            kappa=solution.kappa,
         )
         return cls(
             oracle=oracle,
-            steps=found.steps,
-            learning_rate=found.learning_rate,
-            chi=found.chi,
-            radius=found.radius,
-            escape_steps=found.escape_steps,
-            attempts=found.attempts,
+            steps=solution.steps,
+            learning_rate=solution.learning_rate,
+            chi=solution.chi,
+            radius=solution.radius,
+            escape_steps=solution.escape_steps,
+            attempts=solution.attempts,
             failure=failure,
             hessian_lipschitz=constants.hessian_lipschitz,
             mode="theory",
@@ -361,10 +361,10 @@ class PerturbedSGD(Algorithm):
             if done and "first" in extra:
                 # A practical run spends its records anyway: its last drift goes on, for half the curvature.
                 sought = extra["tolerance"] = extra["sought"]
-                found = practical(
+                escape = practical(
                     extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * sought, radius=self.radius
                 )
-                extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
+                extra.update(sought=escape.tolerance, radius=escape.radius, escape_steps=escape.escape_steps)
                 return
             if not done or self.returns == "certified":
                 state.params = saved["params"]
@@ -384,26 +384,28 @@ class PerturbedSGD(Algorithm):
         if self.mode == "practical":
             assert self.learning_rate is not None
             push = _push(error, small.chi, dim, whole=True)
-            found = practical(small.chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius)
+            escape = practical(
+                small.chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
+            )
             if self.curvature is None and self.escape_steps is None:
-                first = {"radius": found.radius, "escape_steps": found.escape_steps,
-                         "sought": found.tolerance, "tolerance": found.tolerance}  # fmt: skip
+                first = {"radius": escape.radius, "escape_steps": escape.escape_steps,
+                         "sought": escape.tolerance, "tolerance": escape.tolerance}  # fmt: skip
                 more |= {"push": push, "first": first, **first}
         else:
             smoothness = total_smoothness(self.oracle, session)
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
             check_tolerance(session.plan.n_public, small.alpha, rho, smoothness, session.objective, self.curvature)
-            found = derived(
+            escape = derived(
                 *small, _push(error, small.chi, dim), smoothness=smoothness, rho=rho, failure=self.failure,
                 chains=chains, eta=self.learning_rate, radius=self.radius,
             )  # fmt: skip
             more["rho"] = rho
         if self.escape_steps is not None:
-            found = found._replace(escape_steps=self.escape_steps)
+            escape = escape._replace(escape_steps=self.escape_steps)
         if self.attempts is not None:
-            found = found._replace(attempts=self.attempts)
+            escape = escape._replace(attempts=self.attempts)
         risk = None if error is None else error.risk
-        return {**found._asdict(), **more, "risk": risk, "claim": self._claim(session, risk)}
+        return {**escape._asdict(), **more, "risk": risk, "claim": self._claim(session, risk)}
 
     def _small(self, error: EstimateError | None, dim: int, chains: int) -> SmallGradient:
         """The threshold for ‖ĝ‖ and what passing it says: as given, as a size, or as proved."""

@@ -168,9 +168,9 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
         problems.append(problem)
     # Releases beyond what was planned, and a curve that ends elsewhere than the statement.
     slots = {str(slot.get("name")): slot for slot in result.details.get("slots", ()) if isinstance(slot, Mapping)}
-    for name, made in privacy.releases.items():
-        if name in slots and made > slots[name].get("count", made):
-            problems.append(f"{made} releases of {name!r} are stated where {slots[name]['count']} were planned")
+    for name, count in privacy.releases.items():
+        if name in slots and count > slots[name].get("count", count):
+            problems.append(f"{count} releases of {name!r} are stated where {slots[name]['count']} were planned")
     curve = result.details.get("epsilon_curve") or ()
     if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + SLACK) + 1e-9:
         problems.append(f"its curve of ε goes beyond the stated {stated:.4g}")
@@ -257,10 +257,12 @@ def ledger_of(folder: Path, given: Path | None = None) -> Path:
         named = None
     if isinstance(named, str) and "\0" not in named:
         return Path(named)
-    own = folder / "ledger.jsonl"
+    folder_ledger = folder / "ledger.jsonl"
     # A copy of a folder may hold what a link led to, without the head that belongs to it: that is no ledger.
-    if own.exists() and (own.is_symlink() or own.with_name(own.name + ".head").exists()):
-        return own
+    if folder_ledger.exists() and (
+        folder_ledger.is_symlink() or folder_ledger.with_name(folder_ledger.name + ".head").exists()
+    ):
+        return folder_ledger
     try:
         run = read_json(folder / "result.json")["details"]["run"]
         if project_path().exists() and project_ledger().find(str(run)):

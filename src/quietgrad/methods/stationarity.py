@@ -59,8 +59,8 @@ class Certificate:
         allows = "" if self.tolerance is None else f" (α lets −√(ρα)={-self.tolerance:.3g} pass"
         if allows and self.kind == "fosp":
             allows += f": no verdict on curvature, for a saddle has {-(self.curvature or 0.0):.3g}"
-        found = f"‖∇F‖={self.gradient_norm:.3g}, λ_min={self.lambda_min:.3g}"
-        return f"{self.kind} at α={self.alpha:.3g}: {found}{allows and allows + ')'}"
+        numbers = f"‖∇F‖={self.gradient_norm:.3g}, λ_min={self.lambda_min:.3g}"
+        return f"{self.kind} at α={self.alpha:.3g}: {numbers}{allows and allows + ')'}"
 
 
 def classify(

@@ -146,8 +146,8 @@ def _is_signature(value: object) -> bool:
 
 def _check_parts(claim: Claim, name: str) -> None:
     body, stated = claim.body, claim.body["claim"]
-    known = set(_CLAIM) if claim.version == 2 else set(_CLAIM) - {"condition"}
-    good = isinstance(stated, dict) and known <= set(stated) <= set(_CLAIM)
+    claim_fields = set(_CLAIM) if claim.version == 2 else set(_CLAIM) - {"condition"}
+    good = isinstance(stated, dict) and claim_fields <= set(stated) <= set(_CLAIM)
     for key, kinds in _CLAIM.items():
         value = stated.get(key) if good else None
         good = good and isinstance(value, kinds) and (isinstance(value, bool) <= (bool in kinds))
@@ -211,12 +211,12 @@ def standing(path: Sequence[str | int]) -> str:
     >>> standing(("body", "claim", "epsilon")), standing(("body", "claim", "unit")), standing(("body", "issued"))
     ('proved', 'bound', 'said')
     """
-    found, nodes = "said", [schema()]
+    nearest, nodes = "said", [schema()]
     for key in (*path, None):
         nodes = [option for node in nodes for option in _options(node)]
-        found = next((node["x-standing"] for node in nodes if "x-standing" in node), found)
+        nearest = next((node["x-standing"] for node in nodes if "x-standing" in node), nearest)
         nodes = [below for node in nodes for below in _below(node, key)]
-    return str(found)
+    return str(nearest)
 
 
 def _options(node: Json) -> Iterator[Json]:

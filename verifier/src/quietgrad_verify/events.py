@@ -320,17 +320,18 @@ def _undominated(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
             rate, kind, release = 1.0 / release.steps, "allocated", release.base
         return (kind, (count, rate, 1.0 / release.z)) if isinstance(release, Gaussian) else None
 
-    known = [strength(branch) for branch in branches]
-    kept = []
-    for place, own in enumerate(known):
-        covered = own is not None and any(
+    # Of equal branches the first stays, or each would drop the other and the maximum would be lost.
+    strengths = [strength(branch) for branch in branches]
+    undominated = []
+    for place, branch_strength in enumerate(strengths):
+        covered = branch_strength is not None and any(
             other is not None
-            and other[0] == own[0]
-            and all(a >= b for a, b in zip(other[1], own[1], strict=True))
-            and (other[1] != own[1] or before < place)
-            for before, other in enumerate(known)
+            and other[0] == branch_strength[0]
+            and all(a >= b for a, b in zip(other[1], branch_strength[1], strict=True))
+            and (other[1] != branch_strength[1] or before < place)
+            for before, other in enumerate(strengths)
             if before != place
         )
         if not covered:
-            kept.append(branches[place])
-    return tuple(kept)
+            undominated.append(branches[place])
+    return tuple(undominated)

@@ -79,33 +79,33 @@ def _chain_problem(lines: Sequence[Mapping[str, Any]], last: int, digits: str) -
 def _unpaid(body: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
     """What the reservations of the run say against the claim; '' if nothing."""
     claim, run = body["claim"], body["ledger"]["run"]
-    mine: dict[str, dict[str, Any]] = {}
+    reservations: dict[str, dict[str, Any]] = {}
     for line in lines:
         entry = line["body"]
         if line["kind"] == "reserve" and str(entry.get("run")).removesuffix("~count").partition("#")[0] == run:
-            mine[str(entry.get("id"))] = {**entry, "counts": entry.get("event")}
-        elif line["kind"] in ("close", "cancel", "condition") and str(entry.get("id")) in mine:
-            own = mine[str(entry["id"])]
+            reservations[str(entry.get("id"))] = {**entry, "counts": entry.get("event")}
+        elif line["kind"] in ("close", "cancel", "condition") and str(entry.get("id")) in reservations:
+            reservation = reservations[str(entry["id"])]
             if line["kind"] == "condition":
-                own["condition"] = entry.get("condition")
+                reservation["condition"] = entry.get("condition")
             elif line["kind"] == "cancel":
-                del mine[str(entry["id"])]
+                del reservations[str(entry["id"])]
             elif entry.get("gives_back_all_but") is not None:
-                own["counts"] = entry["gives_back_all_but"]
-    if not mine:
+                reservation["counts"] = entry["gives_back_all_but"]
+    if not reservations:
         return "it holds no reservation of this run"
     event = body["event"]
     parties = event.get("parties", ()) if event.get("event") == "per-party" else ()
     wanted = [event, *(parties if isinstance(parties, list | tuple) else ())]
     for key in ("event", "counts"):
-        parts = [own[key] for own in mine.values()]
+        parts = [reservation[key] for reservation in reservations.values()]
         wanted_here = parts if len(parts) == 1 else [{"event": "composed", "parts": parts}, *parts]
         if any(each in wanted for each in wanted_here):
             break
     else:
         return "it paid for other releases than those claimed"
-    for own in mine.values():
-        same = (own.get("delta"), own.get("relation"), own.get("unit", "record"), own.get("condition"))
+    for entry in reservations.values():
+        same = (entry.get("delta"), entry.get("relation"), entry.get("unit", "record"), entry.get("condition"))
         if same == (claim["delta"], claim["relation"], claim["unit"], claim.get("condition")):
             return ""
     return "it has the run under another δ, relation, unit or condition"

@@ -222,7 +222,7 @@ def _stated_by_program(claim: Claim) -> list[Finding]:
 
 
 def _correlated(claim: Claim) -> list[Finding]:
-    slots, found = (claim.body["plan"] or {}).get("slots", ()), []
+    slots, findings = (claim.body["plan"] or {}).get("slots", ()), []
     for slot in slots if isinstance(slots, list) else ():
         mechanism = slot.get("mechanism") if isinstance(slot, dict) else None
         if not isinstance(mechanism, dict) or mechanism.get("kind") not in ("correlated", "banded"):
@@ -230,32 +230,32 @@ def _correlated(claim: Claim) -> list[Finding]:
         try:
             s, how = sensitivity(mechanism)
         except _BROKEN as error:
-            found.append(Finding("sensitivity", False, f"the correlated noise has no sensitivity ({error})"))
+            findings.append(Finding("sensitivity", False, f"the correlated noise has no sensitivity ({error})"))
             continue
-        found.append(
+        findings.append(
             Finding("sensitivity", True, f"the noise must be {s:.6g} times as loud as stated per release, {how}")
         )
-    return found
+    return findings
 
 
 def _model(claim: Claim, file: Path) -> Finding:
-    known = (claim.body["model"] or {}).get("sha256")
-    same = known is not None and hashlib.sha256(file.read_bytes()).hexdigest() == known
+    claimed_digest = (claim.body["model"] or {}).get("sha256")
+    same = claimed_digest is not None and hashlib.sha256(file.read_bytes()).hexdigest() == claimed_digest
     return Finding("model", same, "the file is the one of the claim" if same else "the file is another model")
 
 
 def _bound_by(
     claim: Claim, signer: str | None, lines: Lines, demanded: str | None, head: str | None
 ) -> tuple[str, ...]:
-    found = []
+    ties = []
     if signer is not None and demanded in (None, signer):
-        found.append(
+        ties.append(
             f"the signature of {signer}" + (" (whose key that is, you must know)" if demanded is None else "")
         )
     if lines.bound and not lines.problem:
-        kept = claim.body["ledger"]["head"]
-        found.append(f"the ledger's head {kept}" + (" (compare it with the ledger's)" if head is None else ""))
-    return tuple(found)
+        anchor = claim.body["ledger"]["head"]
+        ties.append(f"the ledger's head {anchor}" + (" (compare it with the ledger's)" if head is None else ""))
+    return tuple(ties)
 
 
 def _words(

@@ -124,22 +124,22 @@ def attacks_on(name: str) -> list[Attack]:
     >>> [attack.label for attack in attacks_on("dp-gd")]
     ['every record', 'every record']
     """
-    entry, found = ALGORITHMS[name], []
+    entry, attacks = ALGORITHMS[name], []
     for example in entry.attacks:
         relation = Relation.parse(example.relation)
         game = None
         if example.space != "gradients":
             game = table_game(example.n, relation, only=example.only, every=example.every)
         budget = Budget(example.epsilon, example.delta, relation)
-        found.append(Attack(example.label, entry.make(example.settings), example.n, budget, example.share, game))
-    return found
+        attacks.append(Attack(example.label, entry.make(example.settings), example.n, budget, example.share, game))
+    return attacks
 
 
 def _algorithm(name: str) -> AuditTarget:
     def attack(runs: int) -> Iterator[AuditReport]:
         for each in attacks_on(name):
-            made = round(runs * each.share)
-            report = run(each.algorithm, budget=each.budget, n=each.n, runs=made, game=each.game)
+            attack_runs = round(runs * each.share)
+            report = run(each.algorithm, budget=each.budget, n=each.n, runs=attack_runs, game=each.game)
             yield replace(report, algorithm=f"{name}: {each.label}")
 
     home = f"methods.{ALGORITHMS[name].home.partition('.')[0]}"
@@ -176,7 +176,7 @@ def _cells(relation: Relation) -> Game:
 
 
 def _labels(runs: int) -> Iterator[AuditReport]:
-    """One record's label, which it shares with just so many others that its own count decides."""
+    """Attack one record's label; its presence moves the label's count past the threshold."""
     started = time.perf_counter()
     others, sigma = 6, 0.8
     # The threshold lies halfway between the counts of the two worlds, where they differ most.
@@ -186,13 +186,13 @@ def _labels(runs: int) -> Iterator[AuditReport]:
     tables = (np.repeat([0, 1], [count, 40]) for count in (others + 1, others))
     curators = (CentralCurator(LabelSet(), (np.zeros((len(y), 1)), y), account="audit") for y in tables)
     query = LabelCounts(Relation.ADD_REMOVE)
-    found = _tell_apart(once, curators, lambda s: float(0 in s.discover("labels", query)), runs, "one label")
-    findings = [found, *probe_slots(lengthened(once), what="labels")]
+    finding = _tell_apart(once, curators, lambda s: float(0 in s.discover("labels", query)), runs, "one label")
+    findings = [finding, *probe_slots(lengthened(once), what="labels")]
     yield AuditReport.of("labels", once, findings, runs=runs, started=started)
 
 
 def _groups(runs: int) -> Iterator[AuditReport]:
-    """One record at a corner of its group's cube: all numbers of the group move, and the same way."""
+    """Attack one record at a corner of its group's cube, which moves all numbers of the group the same way."""
     width, z = 3, 1.0
     for relation in Relation:
         started = time.perf_counter()
@@ -213,9 +213,9 @@ def _groups(runs: int) -> Iterator[AuditReport]:
             seen = session.release("sums", query)[:width] - counts
             return float(np.abs(seen + replaced * apart).max() - np.abs(seen - apart).max())
 
-        found = _tell_apart(once, curators, ask, runs, f"a corner of a group, {relation}")
+        finding = _tell_apart(once, curators, ask, runs, f"a corner of a group, {relation}")
         yield AuditReport.of(
-            "groups", once, [found, *probe_slots(lengthened(once), what="groups")], runs=runs, started=started
+            "groups", once, [finding, *probe_slots(lengthened(once), what="groups")], runs=runs, started=started
         )
 
 
@@ -282,12 +282,12 @@ def _search(runs: int) -> Iterator[AuditReport]:
     best, first = [], []
     for pull in (1.0, -1.0):  # a record moves every score as far as it may
         session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
-        query, found = ConstantQuery(1, 1.0, pull), []
+        query, scores_by_run = ConstantQuery(1, 1.0, pull), []
         for number in range(runs):
             rounds = _rounds(mean, session.uniform(f"rounds/{number}"))
-            found.append([float(session.release("round", query)[0]) for _ in range(rounds)])
-        best.append(np.array([max(scores) for scores in found]))
-        first.append(np.array([scores[0] for scores in found]))
+            scores_by_run.append([float(session.release("round", query)[0]) for _ in range(rounds)])
+        best.append(np.array([max(scores) for scores in scores_by_run]))
+        first.append(np.array([scores[0] for scores in scores_by_run]))
     findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", _ALPHA / 2))
     # A round costs one Gaussian release, and the theorem about their number does the rest.
     mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
@@ -347,11 +347,11 @@ def with_people(report: AuditReport, noise_multiplier: float) -> AuditReport:
     """
     started, runs, delta = time.perf_counter(), max(400, report.runs // 2), report.delta
     attack = partial(attack_person, relation=report.relation, noise_multiplier=noise_multiplier, delta=delta)
-    found = [attack(size, runs) for size in PERSON_SIZES]
+    person_findings = [attack(size, runs) for size in PERSON_SIZES]
     return replace(
         report,
-        findings=(*report.findings, *found),
-        epsilon_lower=max(report.epsilon_lower, *(f.epsilon_lower for f in found)),
+        findings=(*report.findings, *person_findings),
+        epsilon_lower=max(report.epsilon_lower, *(f.epsilon_lower for f in person_findings)),
         confidence=report.confidence - len(PERSON_SIZES) * _ALPHA,
         seconds=report.seconds + time.perf_counter() - started,
         notes=(*report.notes, f"claimed per person: {', '.join(map(str, PERSON_SIZES))} records were tried"),
@@ -362,9 +362,9 @@ def _people(runs: int) -> Iterator[AuditReport]:
     """People of several records, and people known to two parties."""
     for relation in Relation:
         started = time.perf_counter()
-        found = [attack_person(size, max(400, runs // 2), relation=relation) for size in PERSON_SIZES]
-        found.append(attack_shared_person(max(400, runs // 4), relation=relation))
-        yield AuditReport.of("people", _person_plan(relation), found, runs=runs, started=started)
+        findings = [attack_person(size, max(400, runs // 2), relation=relation) for size in PERSON_SIZES]
+        findings.append(attack_shared_person(max(400, runs // 4), relation=relation))
+        yield AuditReport.of("people", _person_plan(relation), findings, runs=runs, started=started)
 
 
 def _networks(runs: int) -> Iterator[AuditReport]:

@@ -96,11 +96,11 @@ def best_event(scores: tuple[Floats, Floats], gain: Callable[[Floats, Floats], F
     for sign in (1.0, -1.0):
         rates = [np.searchsorted(np.sort(-sign * s), -sign * cuts, side="left") / s.size for s in scores]
         for target in (0, 1):
-            found = gain(rates[target], rates[1 - target])
-            tied = np.flatnonzero(found == found.max())
+            gains = gain(rates[target], rates[1 - target])
+            tied = np.flatnonzero(gains == gains.max())
             at = int(tied[len(tied) // 2])  # between worlds that do not overlap, not at the edge of one
-            if found[at] > best:
-                best, chosen = float(found[at]), Threshold(sign, float(cuts[at]), target)
+            if gains[at] > best:
+                best, chosen = float(gains[at]), Threshold(sign, float(cuts[at]), target)
     return best, chosen
 
 

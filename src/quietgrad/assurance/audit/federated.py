@@ -102,14 +102,14 @@ def run_federated(
         roles = [("silent",) if gone else (first, "silent"), *[others] * (parties - 1)]
         holders = [Party(CanaryRecords(each, runs, _WIDTH), n_public=2 * runs) for each in roles]
         algorithm, objective = make(2 * runs * parties), CanaryObjective(pattern)
-        made, session, _ = _opened(
+        world_plan, session, _ = _opened(
             algorithm, objective, holders, budget=budget, trust=trust, secure=secure,
             noise_multiplier=plan.noise_multiplier,
         )  # fmt: skip
         recording = PatternSession(session, blocks=runs)
         views = walk(algorithm, recording, np.zeros(runs * _WIDTH).view(BlockVector))
         session.close("steps")
-        return views, 1.0 if trust == "local" else float(made.variance_factor)
+        return views, 1.0 if trust == "local" else float(world_plan.variance_factor)
 
     silent, factor = heard("growing", None)
     width = silent.transcript.shape[1] // _WIDTH

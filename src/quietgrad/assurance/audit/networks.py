@@ -125,8 +125,8 @@ def audit_loops(runs: int) -> Iterator[AuditReport]:
     started, count = time.perf_counter(), max(400, runs // 2)
     coins = np.random.default_rng().random(count) < 0.5
     # Every canary has a weight of its own; those that are out have no gradient.
-    said, plan = _loop(np.diag(coins.astype(np.float32)), steps=6)
-    findings = judge_guesses(said.sum(axis=0), coins, PrivacyClaim(plan), count // 10, _ALPHA)
+    transcript, plan = _loop(np.diag(coins.astype(np.float32)), steps=6)
+    findings = judge_guesses(transcript.sum(axis=0), coins, PrivacyClaim(plan), count // 10, _ALPHA)
     silence, longer = _loop(np.zeros((8, 64), np.float32), steps=256)
     findings += check_normals(silence / longer.noise_multiplier, "steps of a loop")
     yield AuditReport.of("own-loop", plan, findings, runs=1, started=started)

@@ -62,11 +62,11 @@ def check_normals(z: Floats, what: str, alpha: float = 1e-6) -> list[AuditFindin
     z = np.atleast_2d(np.asarray(z, np.float64))
     if not np.isfinite(z).all():
         return [AuditFinding("L0 noise scale", what, "numbers", 0.0, math.nan, "violation")]
-    found = [_scale(z, what, alpha / 4), _law(z, what, alpha / 4)]
-    found.append(_independent(z, f"releases of {what}", "L0 freshness", alpha / 4))
+    findings = [_scale(z, what, alpha / 4), _law(z, what, alpha / 4)]
+    findings.append(_independent(z, f"releases of {what}", "L0 freshness", alpha / 4))
     if z.shape[1] > 1:
-        found.append(_independent(z.T, f"coordinates of {what}", "L0 coordinates", alpha / 4))
-    return found
+        findings.append(_independent(z.T, f"coordinates of {what}", "L0 coordinates", alpha / 4))
+    return findings
 
 
 def categories(seen: Floats, expected: Floats) -> float:
@@ -260,8 +260,8 @@ def listener(slot: Slot, plan: Plan, width: int) -> Listen:
             case "choose":
                 answer = session.choose(name, queries, **spend)
             case "first_below":
-                found = session.first_below(name, queries, 0.0)
-                answer = len(queries) if found is None else found
+                first = session.first_below(name, queries, 0.0)
+                answer = len(queries) if first is None else first
             case "discover":
                 answer = np.isin(np.arange(width), session.discover(name, LabelCounts(relation))).astype(int)
         return probe.normals(answer, number, rng)

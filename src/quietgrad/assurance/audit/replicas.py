@@ -94,9 +94,9 @@ class RecordingSession:
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         self._check_single()
-        found = self._session.first_below(slot, queries, threshold)
-        self._record(slot, np.array([[-1.0 if found is None else float(found)]]))
-        return found
+        first = self._session.first_below(slot, queries, threshold)
+        self._record(slot, np.array([[-1.0 if first is None else float(first)]]))
+        return first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)

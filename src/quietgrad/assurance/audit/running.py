@@ -128,8 +128,8 @@ def likelihood(views: tuple[Views, Views], claim: PrivacyClaim, pattern: Pattern
     image −s_t instead (replace-one). Releases that never happened say nothing.
     """
     schedule = claim.plan.schedule
-    known = all(slot.mechanism.white and not slot.mechanism.together for slot in schedule.slots)
-    if schedule.composition == "filter" or not known:
+    all_white = all(slot.mechanism.white and not slot.mechanism.together for slot in schedule.slots)
+    if schedule.composition == "filter" or not all_white:
         return None
 
     def score(view: Views) -> Floats:
@@ -296,19 +296,19 @@ def _attack(views: tuple[Views, Views], claim: PrivacyClaim, game: Game, alpha: 
     """L1 if the transcript is Gaussian; L2 on the likelihood (else a learned direction) and on the model alone."""
     pattern = game.pattern
     what = "neighbouring tables" if pattern is None else f"{pattern} canary"
-    found = []
+    findings = []
     if claim.mu is not None:
-        found.append(attack_dprime(views, claim, f"{what}, all releases", alpha))
+        findings.append(attack_dprime(views, claim, f"{what}, all releases", alpha))
     else:
         pair = None if pattern is None else likelihood(views, claim, pattern)
         pair = pair or learned((views[0].transcript, views[1].transcript))
-        found.append(attack_profile(pair, claim, f"{what}, all releases", alpha))
+        findings.append(attack_profile(pair, claim, f"{what}, all releases", alpha))
         if isinstance(claim.plan.event, ZCDP):
-            found.append(attack_divergence(pair, claim.plan.event.rho, f"{what}, all releases", alpha))
+            findings.append(attack_divergence(pair, claim.plan.event.rho, f"{what}, all releases", alpha))
     if pattern != "alternating" and views[0].compared:
         models = learned((views[0].model, views[1].model))
-        found.append(attack_profile(models, claim, f"{what}, final model", alpha))
-    return found
+        findings.append(attack_profile(models, claim, f"{what}, final model", alpha))
+    return findings
 
 
 def probe_rounds(trial: Trial, alpha: float) -> AuditFinding:

@@ -103,20 +103,20 @@ class PlantedQuery:
 
     def dim(self, records: RecordsWithCanaries) -> int:
         """Return the query's dimension, with room for canaries in sums of the model's size."""
-        own = self.query.dim(records.inner)
-        return own + records.canaries if own == records.inner.dim else own
+        query_dim = self.query.dim(records.inner)
+        return query_dim + records.canaries if query_dim == records.inner.dim else query_dim
 
     def sum_into(self, objective: _Planted, batch: Batch, out: OwnVector) -> None:
         """Add the ordinary records' sum, and the canaries' pulls to their coordinates."""
         records, indices = batch.records, batch.indices
-        n, own = len(records.inner), self.query.dim(records.inner)
+        n, query_dim = len(records.inner), self.query.dim(records.inner)
         ordinary = indices if indices is None else indices[indices < n]
-        self.query.sum_into(objective.inner, Batch(records.inner, ordinary, batch.key), out[:own])
-        if len(out) > own:
+        self.query.sum_into(objective.inner, Batch(records.inner, ordinary, batch.key), out[:query_dim])
+        if len(out) > query_dim:
             present = np.arange(len(records.places)) if indices is None else indices[indices >= n] - n
             pulls = np.zeros(records.canaries)
             pulls[records.places[present]] = self.bound * records.signs[present]
-            out[own:] += pulls if isinstance(out, np.ndarray) else out.new_tensor(pulls)
+            out[query_dim:] += pulls if isinstance(out, np.ndarray) else out.new_tensor(pulls)
 
 
 class PlantingSession(RecordingSession):
@@ -214,12 +214,12 @@ def judge_guesses(
     mu, most = (one_run_mu(count, guesses, right, share) for right in (correct, guesses))
     _, dprime = dprime_lower(scores[coins], scores[~coins], share)
     fewer = int(min(coins.sum(), (~coins).sum()))
-    found = []
+    findings = []
     for layer, words, bound, seen in (
         ("L3 f-DP", what, mu, most > claim.mu),
         ("L3 d′", "canaries in and out", dprime, dprime_found(claim.mu, 2.0 * claim.mu, fewer, share)),
     ):
         low = gaussian_epsilon(bound, delta) if bound else 0.0
         ok = bound <= claim.mu
-        found.append(judged(layer, words, "μ", claim.mu, bound, ok=ok, seen=seen, epsilon_lower=low))
-    return found
+        findings.append(judged(layer, words, "μ", claim.mu, bound, ok=ok, seen=seen, epsilon_lower=low))
+    return findings

@@ -35,7 +35,7 @@ def charge_claim(ledger: Ledger, document: PrivacyCertificate, account: str) -> 
     if ledger.find(run) is not None:
         raise LedgerError(f"{ledger.path}: this claim is charged already, as run {run}; nothing was charged again.")
     source = document.body.get("source", {"program": "quietgrad", "version": "0.2"})
-    own = f"if the run was as its certificate {document.digest[:16]} says (not checked)"
+    default_condition = f"if the run was as its certificate {document.digest[:16]} says (not checked)"
     reservation = ledger.reserve(
         account,
         events.from_json(document.body["event"]),
@@ -43,7 +43,7 @@ def charge_claim(ledger: Ledger, document: PrivacyCertificate, account: str) -> 
         relation=claim["relation"],
         run=run,
         unit=claim["unit"],
-        condition=claim.get("condition") or own,
+        condition=claim.get("condition") or default_condition,
         note=f"{source['program']} {source['version']}; claim {document.digest}",
     )
     ledger.close(reservation.id, reason="claimed", data_dependent=True)

@@ -198,30 +198,32 @@ def _first_proof(claim: Claim, counted: object) -> Finding:
 
 
 def _second_finding(claim: Claim, schedule: Schedule | None) -> Finding:
-    """Whether code that is not quietgrad's proves ε too. Where none can, one did, and the claim still stands."""
+    """Find whether code that is not quietgrad's proves ε too. If none can, quietgrad's own proof still stands."""
     verified = verifier_proof(claim.event, delta=claim.delta, relation=claim.relation)
     second = verified or second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     agrees = AGREES if verified is None else VERIFIER_AGREES
     if second.epsilon is None:
         return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
-    value, said = f"{second.how}: ε = {second.epsilon:.6g}", ""
+    value, addition = f"{second.how}: ε = {second.epsilon:.6g}", ""
     # An event that stands for many releases rests on a theorem, whose sensitivity is computed again.
     together = [slot.mechanism for slot in schedule.slots if slot.mechanism.together] if schedule else []
     again = [sensitivity_again(each) if each.whole_run else None for each in together]
-    known = all(s is not None and s <= m.factor * (1.0 + 1e-9) for s, m in zip(again, together, strict=True))
-    if not claim.foreign and (schedule is None or schedule.composition == "filter" or not known):
+    sensitivities_hold = all(
+        s is not None and s <= m.factor * (1.0 + 1e-9) for s, m in zip(again, together, strict=True)
+    )
+    if not claim.foreign and (schedule is None or schedule.composition == "filter" or not sensitivities_hold):
         words = (
             "one accountant: the event stands for many releases (a filter, or noise in bands), by a theorem that "
             f"only quietgrad applies; from that event, {value}"
         )
         return Finding("second proof", None, words)
     if again:
-        said = f"; its correlated releases are one of sensitivity {again[-1]:.4g}, which was computed again"
+        addition = f"; its correlated releases are one of sensitivity {again[-1]:.4g}, which was computed again"
     if second.epsilon > claim.epsilon * (1.0 + agrees):
         return Finding("second proof", None, f"one accountant: the other's bound is above the claim; {value}")
     if not second.foreign:
-        return Finding("second proof", None, f"one accountant, which proves it in two ways: {value}{said}")
-    return Finding("second proof", True, f"{value}{said}")
+        return Finding("second proof", None, f"one accountant, which proves it in two ways: {value}{addition}")
+    return Finding("second proof", True, f"{value}{addition}")
 
 
 def _model_finding(body: Json, file: str | Path | None) -> Finding:

@@ -176,15 +176,15 @@ def standings(body: Json) -> dict[str, tuple[str, ...]]:
     True
     """
     by: dict[str, list[str]] = {each: [] for each in STANDINGS}
-    known = schema()["properties"]["body"]["properties"]
+    part_schemas = schema()["properties"]["body"]["properties"]
     for part, value in body.items():
-        inner = known[part]
+        inner = part_schemas[part]
         options = (inner, *inner.get("anyOf", ()))
         named = {key: field for option in options for key, field in option.get("properties", {}).items()}
         split = isinstance(value, dict) and part in ("claim", "plan", "data", "model", "source")
         for key in value if split else (None,):
-            own = inner if key is None else named.get(key, inner)
-            by[own.get("x-standing", inner["x-standing"])].append(part if key is None else f"{part}.{key}")
+            field_schema = inner if key is None else named.get(key, inner)
+            by[field_schema.get("x-standing", inner["x-standing"])].append(part if key is None else f"{part}.{key}")
     return {each: tuple(names) for each, names in by.items()}
 
 
@@ -248,8 +248,8 @@ def issue(
     stated, details = privacy.to_json(), result.details
     event, federation = stated.pop("event"), None
     if "trust" in details:  # how parties took part; their names stay with them
-        kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
-        federation = {**{key: details.get(key) for key in kept}, "matched": bool(details.get("matched"))}
+        party_fields = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
+        federation = {**{key: details.get(key) for key in party_fields}, "matched": bool(details.get("matched"))}
     body: Json = {
         "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         "claim": stated,
@@ -307,10 +307,10 @@ def _lines(result: Result, file: Path | None, *, whole: bool | None) -> Json | N
     paid = [entry for entry in entries if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run]
     if run is None or not paid:
         return None
-    kept = list(entries) if whole else _own_lines(entries, paid, result.privacy.account, alone=whole is False)
+    lines = list(entries) if whole else _own_lines(entries, paid, result.privacy.account, alone=whole is False)
     if not whole:
-        _check_names(file, kept, str(run))
-    return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in kept]}
+        _check_names(file, lines, str(run))
+    return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in lines]}
 
 
 def _own_lines(
@@ -321,13 +321,13 @@ def _own_lines(
     Those of an account are the first of the ledger, its caps, and what its runs wrote: its total follows from them.
     """
     claimed = [entry for entry in paid if same(str(entry.body["account"]), account)]
-    own = claimed or paid  # a party calls the account otherwise than the coordinator, whose claim it is
-    who = {canonical_account_name(str(entry.body["account"])) for entry in own}
+    reservations = claimed or paid  # a party calls the account otherwise than the coordinator, whose claim it is
+    who = {canonical_account_name(str(entry.body["account"])) for entry in reservations}
     if not alone:
-        own = [entry for entry in entries if entry.kind == "reserve" and _account_of(entry) in who]
-    ids = {entry.body["id"] for entry in own}
-    runs = {run_of(str(entry.body["run"])) for entry in own}
-    kept = []
+        reservations = [entry for entry in entries if entry.kind == "reserve" and _account_of(entry) in who]
+    ids = {entry.body["id"] for entry in reservations}
+    runs = {run_of(str(entry.body["run"])) for entry in reservations}
+    lines = []
     for entry in entries:
         if entry.kind in ("reserve", "close", "cancel", "condition"):
             wanted = entry.body["id"] in ids
@@ -340,8 +340,8 @@ def _own_lines(
         else:
             wanted = not alone and entry.kind == "open"
         if wanted:
-            kept.append(entry)
-    return kept
+            lines.append(entry)
+    return lines
 
 
 def _account_of(entry: ChainEntry) -> str:

@@ -93,8 +93,8 @@ class IndependentProof:
         'quietgrad itself by a second derivation, composed by dp-accounting 0.6.0, distributions'
         """
         others = " and ".join(sorted(self.authors - {OURS}))
-        own = "quietgrad itself by a second derivation" if OURS in self.authors else ""
-        whose = f"{own}, composed by {others}" if own and others else own or others or DP_ACCOUNTING
+        origin = "quietgrad itself by a second derivation" if OURS in self.authors else ""
+        whose = f"{origin}, composed by {others}" if origin and others else origin or others or DP_ACCOUNTING
         return f"{whose}, {self.by}" if self.by else whose
 
 
@@ -147,10 +147,10 @@ def sensitivity_again(mechanism: Mechanism) -> float | None:
     The theorem (:mod:`quietgrad.core.noise.correlated`) asks that these do not rise; then no choice of releases of
     one record moves S·sums by more than its columns do. ``None`` if they do rise, or are too many to add up.
     """
-    made = mechanism.strategy()
-    if made is None or len(made[0]) * len(made[1]) > _MOST_ADDED:
+    strategy = mechanism.strategy()
+    if strategy is None or len(strategy[0]) * len(strategy[1]) > _MOST_ADDED:
         return None
-    c, columns = made
+    c, columns = strategy
     if (c < 0.0).any() or (np.diff(c) > 1e-15).any():
         return None
     moved = sum(np.concatenate([np.zeros(first), c[: len(c) - first]]) for first in columns)
@@ -158,7 +158,7 @@ def sensitivity_again(mechanism: Mechanism) -> float | None:
 
 
 def second_proof(event: Event, *, delta: float, relation: Relation) -> IndependentProof:
-    """ε of ``event`` at ``delta`` by a second derivation, and whose code that is.
+    """Prove ε of ``event`` at ``delta`` by a second derivation, and name the authors of its code.
 
     >>> from quietgrad.core.accounting.events import poisson_gaussian
     >>> proof = second_proof(poisson_gaussian(0.01, 1.1, 1000), delta=1e-5, relation=Relation.ADD_REMOVE)
@@ -168,10 +168,10 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
     >>> second_proof(sampled, delta=1e-5, relation=Relation.ADD_REMOVE).reason
     'it has no rule for a sample of zcdp releases'
     """
-    slack, failure, nobody = total_slack(event), total_failure(event), frozenset[str]()
+    slack, failure, no_authors = total_slack(event), total_failure(event), frozenset[str]()
     rest = delta - failure
     if rest <= 0.0:
-        return IndependentProof(None, nobody, reason="the failures listed use up δ")
+        return IndependentProof(None, no_authors, reason="the failures listed use up δ")
     # Without a release to account for, ε is a sum that the shared walk adds up: ours.
     worst = IndependentProof(0.0, frozenset((OURS,)))
     try:
@@ -180,7 +180,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
         choices = parallel_branches(event)
         if len(choices) > _MOST_CHOICES:
             raise _NoRule(f"more than {_MOST_CHOICES} choices of parallel parts are not tried here")
-        largest, authors = upfront, nobody
+        largest, authors = upfront, no_authors
         for core in choices:
             proved = _curve(core, relation, rest)
             authors |= proved.authors
@@ -188,9 +188,9 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
             if epsilon >= largest:
                 largest, worst = epsilon, IndependentProof(epsilon, proved.authors, proved.by)
     except (_NoRule, AccountantRefusal) as refusal:
-        return IndependentProof(None, nobody, reason=str(refusal))
+        return IndependentProof(None, no_authors, reason=str(refusal))
     except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
-        return IndependentProof(None, nobody, reason=f"it fails on these numbers ({type(error).__name__})")
+        return IndependentProof(None, no_authors, reason=f"it fails on these numbers ({type(error).__name__})")
     if not math.isfinite(largest):
         return replace(worst, epsilon=None, reason="it finds no finite ε at this δ")
     # That the others are no worse is part of the proof, so their authors are too.
@@ -256,9 +256,9 @@ def _rawest(event: object, factor: float) -> float:
         return max((_rawest(part, factor) for part in event), default=0.0)
     if not isinstance(event, dict):
         return 0.0
-    own = factor / event["noise_multiplier"] if "noise_multiplier" in event else 0.0
+    own_ratio = factor / event["noise_multiplier"] if "noise_multiplier" in event else 0.0
     stated = max(event.get("epsilon", 0.0), math.sqrt(2.0 * event.get("rho", 0.0)))
-    return max(own, float(stated), _rawest(list(event.values()), factor))
+    return max(own_ratio, float(stated), _rawest(list(event.values()), factor))
 
 
 def _step(core: Event, relation: Relation) -> float:

@@ -22,10 +22,10 @@ def ledger_findings(body: Json, claim: Claim, file: str | Path | None) -> list[F
     """Findings on the lines in the certificate, and on the ledger itself if ``file`` names it."""
     stated = body["ledger"]
     if stated is None:
-        found = [Finding("ledger", None, "none: what else was spent on these people is not known")]
+        findings = [Finding("ledger", None, "none: what else was spent on these people is not known")]
         if file is not None:
-            found.append(Finding("ledger at hand", False, "the certificate names no ledger to compare it with"))
-        return found
+            findings.append(Finding("ledger at hand", False, "the certificate names no ledger to compare it with"))
+        return findings
     if set(stated) != {"head", "lines", "run"}:
         raise ValueError("ledger")
     entries, head = tuple(ChainEntry(**line) for line in stated["lines"]), stated["head"]
@@ -49,28 +49,28 @@ def ledger_findings(body: Json, claim: Claim, file: str | Path | None) -> list[F
     bound = "source" in body and any(each.get("digest") == covered(body) for each in certified)
     if certified and not bound:
         problem = problem or "it certifies this run otherwise: a part of the claim was edited"
-    found = [Finding("ledger", not problem, problem or (all_lines if whole else part))]
+    findings = [Finding("ledger", not problem, problem or (all_lines if whole else part))]
     # The head holds fast what chains up to it: a line with lines left out behind it is tied to nothing.
     tied = [line for place, line in enumerate(reversed(entries)) if line.seq == _seq(head) - place]
     bound = bound and any(line.kind == "certificate" and line.body.get("digest") == covered(body) for line in tied)
     if bound and not problem:
-        found.append(
+        findings.append(
             Finding("bound", True, f"its head {head} holds the claim fast; compare it with the ledger's own")
         )
     if (whole or of_account) and not problem:
         where = "in this ledger" if whole else "in these lines"
-        found.append(Finding("account", None, _account_total(book, claim, where)))
+        findings.append(Finding("account", None, _account_total(book, claim, where)))
     if file is not None:
         try:
-            theirs = Ledger(file).entries()
-            problem = check_anchor(theirs, str(head))
-            if not problem and not {line.hash for line in entries} <= {line.hash for line in theirs}:
+            ledger_entries = Ledger(file).entries()
+            problem = check_anchor(ledger_entries, str(head))
+            if not problem and not {line.hash for line in entries} <= {line.hash for line in ledger_entries}:
                 problem = "lines of the certificate are not in it"
         except LedgerError as error:
             problem = str(error)
         words = problem or "it is the one certified, or has grown from it"
-        found.append(Finding("ledger at hand", not problem, words))
-    return found
+        findings.append(Finding("ledger at hand", not problem, words))
+    return findings
 
 
 def is_whole(lines: Sequence[Mapping[str, object]]) -> bool:

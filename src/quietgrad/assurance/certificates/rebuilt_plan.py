@@ -98,12 +98,12 @@ def _federation_agrees(federation: Json | None, n_public: object, claim: Claim) 
         raise ValueError("federation")
     trust, sizes, matched = federation["trust"], federation["sizes"], federation["matched"]
     against = adversary.removesuffix(BUT_FOR_LISTS)
-    said = any(MATCHED in str(note) for note in claim.privacy.notes), adversary.endswith(BUT_FOR_LISTS)
+    matching_marks = any(MATCHED in str(note) for note in claim.privacy.notes), adversary.endswith(BUT_FOR_LISTS)
     return {
         "the parties' records": all(type(s) is int and s > 0 for s in sizes) and sum(sizes) == n_public,
         "the parties": trust != "local" if parties is None else parties == len(sizes),
         "the trust": trust in (*ADVERSARIES, "secure"),
-        "the adversary": against == ADVERSARIES.get(trust, against) and said == (matched, matched),
+        "the adversary": against == ADVERSARIES.get(trust, against) and matching_marks == (matched, matched),
     }
 
 
@@ -137,12 +137,14 @@ def _derived(
     parties, z, relation = _of_parties(claim), claim.privacy.noise_multiplier, claim.relation
     for k, whole_event in enumerate(parties):
         event = count.rest_of(whole_event, relation)
-        own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
-        all_of_it = repeated(own.event(z, relation), times)
-        made = {name: n for name, n in claim.privacy.releases.items() if n and name != COUNT}
+        party_schedule, times = (
+            (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
+        )
+        all_of_it = repeated(party_schedule.event(z, relation), times)
+        release_counts = {name: n for name, n in claim.privacy.releases.items() if n and name != COUNT}
         follow = {all_of_it}
-        if made and parts_count:
-            follow.add(repeated(own.event(z, relation, made), times))
+        if release_counts and parts_count:
+            follow.add(repeated(party_schedule.event(z, relation, release_counts), times))
         if event in follow:
             continue
         # Resumed on other sums: charged once more for what it released then.
@@ -176,10 +178,10 @@ def _algorithm(plan: Json) -> HasSchedule:
         if name == kind.name:
             return kind.from_config(config)
     try:
-        made: HasSchedule = entry(name).make(config)
+        method: HasSchedule = entry(name).make(config)
     except ValueError:  # settings with parts of their own, which only the class itself reads
-        made = entry(name).kind(**config)
-    return made
+        method = entry(name).kind(**config)
+    return method
 
 
 def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:

@@ -120,9 +120,9 @@ def _data(run: ReportedRun) -> Section:
     unit = result.privacy.unit.in_words("records")
     number = f"{result.n_public} ({run.how_counted})"
     rows = [("data set", str(result.data.get("name", "not named"))), (unit, number)]
-    bound = "declared bound on a row's norm"
-    said = {"features": "features", "feature_names": "feature names", "class_names": "classes", "row_bound": bound}
-    for key, label in said.items():
+    labels = {"features": "features", "feature_names": "feature names", "class_names": "classes"}
+    labels["row_bound"] = "declared bound on a row's norm"
+    for key, label in labels.items():
         value = facts.get(key)
         if isinstance(value, list):
             more = f", … ({len(value)} in all)" if len(value) > _MOST_NAMES else ""

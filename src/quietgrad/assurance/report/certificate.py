@@ -250,14 +250,14 @@ def privacy_report(result: Result, ledger: Path | None) -> PrivacyReport:
 def audit_of(folder: Path, privacy: Privacy) -> dict[str, Any] | None:
     """Read what ``quietgrad audit RUN`` left in the folder of a run, if it is of this claim."""
     try:
-        found = read_json(folder / AUDIT_FILE)
-        if found["result"] != digest_of(folder) or found["verdict"] not in ("pass", "violation", "vacuous"):
+        entry = read_json(folder / AUDIT_FILE)
+        if entry["result"] != digest_of(folder) or entry["verdict"] not in ("pass", "violation", "vacuous"):
             return None  # of a run that was here before, or not an audit
-        kept = {key: float(found[key]) for key in ("epsilon_lower", "epsilon_claimed", "confidence")}
-        audit = {**kept, "runs": int(found["runs"]), "verdict": found["verdict"]}
+        numbers = {key: float(entry[key]) for key in ("epsilon_lower", "epsilon_claimed", "confidence")}
+        audit = {**numbers, "runs": int(entry["runs"]), "verdict": entry["verdict"]}
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    same = privacy.epsilon is not None and math.isclose(kept["epsilon_claimed"], privacy.epsilon, rel_tol=1e-3)
+    same = privacy.epsilon is not None and math.isclose(numbers["epsilon_claimed"], privacy.epsilon, rel_tol=1e-3)
     return audit if same else None
 
 
@@ -267,7 +267,7 @@ def _releases(result: Result) -> tuple[ReleaseRow, ...]:
     sensitivity = "–" if factor is None else "C" if factor == 1.0 else f"{factor:g} C"
     slots = {slot["name"]: slot for slot in result.details.get("slots", ())}
     rows = []
-    for name, made in privacy.releases.items():
+    for name, release_count in privacy.releases.items():
         slot = slots.get(name, {})
         sampling, mechanism = slot.get("sampling", {}), mechanism_from(slot.get("mechanism", "gaussian"))
         noise, multiplier, amplification = "none", "0", "none"
@@ -286,8 +286,8 @@ def _releases(result: Result) -> tuple[ReleaseRow, ...]:
         elif sampling.get("sampling") in _SECRET and not mechanism.whole_run and sampling.get("rate") != 1.0:
             amplification = "by secret sampling"
         how = privacy.unit.in_words(sampling_words(sampling)), privacy.unit.in_words(amplification)
-        planned, words = slot.get("count", made), privacy.unit.in_words(release_words(name))
-        rows.append(ReleaseRow(name, made, planned, *how, sensitivity, noise, multiplier, words))
+        planned, words = slot.get("count", release_count), privacy.unit.in_words(release_words(name))
+        rows.append(ReleaseRow(name, release_count, planned, *how, sensitivity, noise, multiplier, words))
     return tuple(rows)
 
 
@@ -317,8 +317,8 @@ def sampler_words(sampling: str, names: Sequence[str]) -> tuple[str, ...]:
     >>> sampler_words("a: every record; b: every record", ("a", "b"))
     ('every record',)
     """
-    known = "|".join(re.escape(name) for name in names)
-    parts = re.split(rf"(?:^|; )({known}): ", sampling) if known else [sampling]
+    name_pattern = "|".join(re.escape(name) for name in names)
+    parts = re.split(rf"(?:^|; )({name_pattern}): ", sampling) if name_pattern else [sampling]
     if parts[0] or len(parts) < 3:
         return (sampling,)
     groups: dict[str, list[str]] = {}

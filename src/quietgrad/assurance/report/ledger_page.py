@@ -238,12 +238,12 @@ def render_ledger(ledger: Ledger, files: Mapping[str, RunFiles]) -> str:
 
 def files_in(folders: Iterable[Path], start: Path) -> dict[str, RunFiles]:
     """Find the finished runs in and below ``folders``; by run, its files' addresses as seen from ``start``."""
-    found: dict[str, RunFiles] = {}
+    files_by_run: dict[str, RunFiles] = {}
     for folder in folders:
         for file in sorted(folder.rglob("result.json")):
             try:
-                said = read_json(file)
-                run, data = str(said["details"]["run"]), str((said.get("data") or {}).get("name") or "")
+                record = read_json(file)
+                run, data = str(record["details"]["run"]), str((record.get("data") or {}).get("name") or "")
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             pages = {label: file.with_name(name) for name, label in _LINKED.items()}
@@ -252,8 +252,8 @@ def files_in(folders: Iterable[Path], start: Path) -> dict[str, RunFiles]:
                 for label, page in pages.items()
                 if page.is_file()
             }
-            found[run] = RunFiles(file.parent.name, data, links)
-    return found
+            files_by_run[run] = RunFiles(file.parent.name, data, links)
+    return files_by_run
 
 
 def _runs(

@@ -93,7 +93,7 @@ def _linear_model(result: Result, score: str, weights: Floats, bias: Floats | No
     names = [*names, INTERCEPT][: len(values)]
     errors = _standard_errors(details, values)
     declared = details.get("declared_bounds") or {}
-    found = {} if declared else _found_ranges(details, names)
+    estimated_ranges = {} if declared else _found_ranges(details, names)
     means = _means(details, names, declared)
 
     def weight(k: int) -> float:
@@ -103,7 +103,7 @@ def _linear_model(result: Result, score: str, weights: Floats, bias: Floats | No
     order += [k for k in range(len(values)) if names[k] == INTERCEPT]
     rows, intervals = [], []
     for k in order:
-        ends = declared.get(names[k]) or found.get(names[k])
+        ends = declared.get(names[k]) or estimated_ranges.get(names[k])
         interval = ""
         if errors is not None:
             value, reach = float(values[k, 0]), _NORMAL_95 * float(errors[k])

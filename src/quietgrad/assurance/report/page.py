@@ -95,8 +95,8 @@ class ReportedRun:
     @property
     def score(self) -> Evaluation | None:
         """The private score beside the run, if its own releases prove it."""
-        found = self.evaluation
-        return None if found is None or found.refuted or not found.privacy.is_private else found
+        evaluation = self.evaluation
+        return None if evaluation is None or evaluation.refuted or not evaluation.privacy.is_private else evaluation
 
     @property
     def metrics(self) -> list[tuple[str, str, str]]:
@@ -142,12 +142,12 @@ class ReportedRun:
             (self.result.privacy.unit.in_words("records"), f"{self.result.n_public} ({self.how_counted})"),
             ("parameters", str(len(self.result.params))),
         ]
-        said = ("objective", "module", "loss", "regularizer", "intercept", "row_bound")
-        rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
-        found = self.result.details
-        rows += [(label, _plain(found[key])) for key, label in _SECOND_ORDER.items() if key in found]
-        if "generalization" in found:
-            rows += [("a loss in [0, 1] on new records differs by at most", f"{found['generalization']:.3g}")]
+        fact_names = ("objective", "module", "loss", "regularizer", "intercept", "row_bound")
+        rows += [(key.replace("_", " "), _plain(facts[key])) for key in fact_names if facts.get(key) is not None]
+        details = self.result.details
+        rows += [(label, _plain(details[key])) for key, label in _SECOND_ORDER.items() if key in details]
+        if "generalization" in details:
+            rows += [("a loss in [0, 1] on new records differs by at most", f"{details['generalization']:.3g}")]
         rows += [("stopped by", self.result.stopped_by), ("seconds", f"{self.seconds}")]
         return rows
 
@@ -169,10 +169,10 @@ def write_page(runs: Sequence[ReportedRun], target: Path) -> Path:
 
 def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[ReportedRun]:
     """Read the runs in ``folders``, prove each statement again, and compare it with its options and ledger."""
-    found = [(Path(folder), load(folder)) for folder in folders]
-    names = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in found]
+    results = [(Path(folder), load(folder)) for folder in folders]
+    names = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in results]
     runs = []
-    for k, (folder, result) in enumerate(found):
+    for k, (folder, result) in enumerate(results):
         name = names[k] if names.count(names[k]) == 1 else f"{names[k]} ({folder.name})"
         ledger = ledger_of(folder, paid)
         with boundary(f"{folder}: {_NOT_SHOWN}"):
@@ -267,29 +267,31 @@ def _evaluation(path: Path) -> Evaluation | None:
     if not path.exists():
         return None
     with boundary(f"{path}: is not an evaluation as `quietgrad evaluate` writes it. Evaluate again."):
-        said = read_json(path)
-        if said["result"] != digest_of(path.parent):
+        evaluation_json = read_json(path)
+        if evaluation_json["result"] != digest_of(path.parent):
             return None  # of a run that was here before
-        privacy = Privacy.from_json(said["privacy"])
-        noisy = {**said.get("too_noisy", {})} | {
-            key: said[key][1] for key in _NUMBERS if key in said and _is_drowned(key, *said[key])
+        privacy = Privacy.from_json(evaluation_json["privacy"])
+        noisy = {**evaluation_json.get("too_noisy", {})} | {
+            key: evaluation_json[key][1]
+            for key in _NUMBERS
+            if key in evaluation_json and _is_drowned(key, *evaluation_json[key])
         }
         numbers = [
-            (label, score_text(*((None, noisy[key]) if key in noisy else said[key])))
+            (label, score_text(*((None, noisy[key]) if key in noisy else evaluation_json[key])))
             for key, label in _NUMBERS.items()
-            if key in said or key in noisy
+            if key in evaluation_json or key in noisy
         ]
-        classes = [str(c) for c in said.get("classes") or []]
-        rows = [[float(x) for x in row] for row in said.get("confusion") or []]
-        curve = [[float(x) for x in row] for row in said.get("calibration") or [] if None not in row]
+        classes = [str(c) for c in evaluation_json.get("classes") or []]
+        rows = [[float(x) for x in row] for row in evaluation_json.get("confusion") or []]
+        curve = [[float(x) for x in row] for row in evaluation_json.get("calibration") or [] if None not in row]
         shares = [[f"{x:.3f}" for x in row] for row in rows]
         confusion = list(zip(classes, shares, strict=True)) if rows else []
         if (
             rows and "accuracy" not in noisy
         ):  # the most frequent class in the same noisy table: what a constant answer would score
             numbers.insert(1, ("majority class alone", f"{max(map(sum, rows)):.4f}"))
-        people = "training" if said.get("people") == "training" else "held-out"
-        notes = [str(note) for note in said.get("notes", [])]
+        people = "training" if evaluation_json.get("people") == "training" else "held-out"
+        notes = [str(note) for note in evaluation_json.get("notes", [])]
         why = contradiction(privacy)
         negative = any(share < 0.0 for row in rows for share in row)
         return Evaluation(why, privacy, numbers, _calibration(curve), classes, confusion, notes, people, negative)
@@ -320,7 +322,7 @@ def _plain(value: object) -> str:
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):  # ranges of a thousand columns would fill pages
         runs = [(item, len(list(same))) for item, same in groupby(map(_plain, value))]
-        said = [f"{count} × {item}" if count > 1 else item for item, count in runs[:_MOST_ITEMS]]
+        items = [f"{count} × {item}" if count > 1 else item for item, count in runs[:_MOST_ITEMS]]
         more = [f"… ({len(value)} in all)"] if len(runs) > _MOST_ITEMS else []
-        return f"[{', '.join([*said, *more])}]"
+        return f"[{', '.join([*items, *more])}]"
     return str(value)

@@ -396,11 +396,11 @@ def calibrate_event(make_event: Callable[[float], Event], *, budget: Budget) -> 
         return prove_or_infinite(make_event(z), budget.delta, budget.relation).epsilon
 
     # Fits of one process ask for the same noise again and again. Functions that agree at 1 and 2 may differ
-    # elsewhere, so a known answer is proved again.
+    # elsewhere, so the z of an earlier call is proved again before it is returned.
     question = (make_event(1.0), make_event(2.0), budget)
-    known = _FOUND.get(question)
-    if known is not None and (1 - _TOLERANCE) * budget.epsilon <= epsilon_at(known) <= budget.epsilon:
-        return known
+    earlier_z = _FOUND.get(question)
+    if earlier_z is not None and (1 - _TOLERANCE) * budget.epsilon <= epsilon_at(earlier_z) <= budget.epsilon:
+        return earlier_z
     factor, mu = sensitivity_factor(budget.relation), gaussian_mu(budget.epsilon, budget.delta)
 
     def apart(inverse: float) -> float:

@@ -253,8 +253,8 @@ class Writer:
         if not self.entries:
             self.append("open", {"format": FORMAT, "version": 1, "id": os.urandom(8).hex()})
         if reading.torn:
-            kept = base64.b64encode(reading.torn).decode("ascii")
-            self.append("quarantine", {"reason": "an append that never finished", "bytes": kept})
+            torn_bytes = base64.b64encode(reading.torn).decode("ascii")
+            self.append("quarantine", {"reason": "an append that never finished", "bytes": torn_bytes})
 
     def append(self, kind: str, body: Json, *, time: str | None = None) -> ChainEntry:
         """Add one entry; it and the head are on the disk when this returns, or ``LedgerError`` and no trace.

@@ -211,17 +211,16 @@ class Ledger:
     def set_condition(self, reservation_id: str, condition: str) -> Reservation:
         """State from now on that a reservation's ε holds under ``condition``.
 
-        A reservation has one condition at most.
-
-        For a run that learns of it on the way. Open or closed: what ε rests on may come last.
+        A reservation has one condition at most. It may be open or closed, because a run may learn of its condition
+        only at the end.
         """
         with self._chain.writing() as writer:
-            known = self._held(writer.entries, reservation_id).reservation
-            if known.condition is None:
+            reservation = self._held(writer.entries, reservation_id).reservation
+            if reservation.condition is None:
                 writer.append("condition", {"id": reservation_id, "condition": check_condition(condition)})
-            elif known.condition != condition:
+            elif reservation.condition != condition:
                 raise LedgerError(f"{self.path}: reservation {reservation_id!r} has another condition already.")
-        return known.under(condition)
+        return reservation.under(condition)
 
     def resume(self, run: str) -> int:
         """Record that ``run`` is opened again, and return how often it was by now.

@@ -231,8 +231,8 @@ class SealedLog(LockedAppendFile):
             # The process was held up between looking at the clock and writing.
             text, self._since = _LATE, self._since - 1
 
-    def _seal(self, said: str) -> bytes:
-        return hashlib.blake2b(self._last + said.encode(), key=self._seal_key, digest_size=8).digest()
+    def _seal(self, text: str) -> bytes:
+        return hashlib.blake2b(self._last + text.encode(), key=self._seal_key, digest_size=8).digest()
 
     def _changed(self) -> int:
         """When the system last changed the file, in ns; only a change of the clock can set it."""

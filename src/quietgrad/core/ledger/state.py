@@ -357,20 +357,20 @@ class LedgerState:
         Lines hold no warning, since it would name other accounts. This machine's key opens their fingerprints, and
         the warnings follow from these again; lines of other machines give none. Older lines hold their warnings.
         """
-        seen: list[tuple[str, str]] = []
-        found: dict[str, list[str]] = {}
-        for each, held in self.held.items():
+        marks: list[tuple[str, str]] = []
+        warnings_by_reservation: dict[str, list[str]] = {}
+        for reservation_id, held in self.held.items():
             name = self.name(held.reservation.account)
-            mine = canonical_account_name(name) == canonical_account_name(account)
+            same_account = canonical_account_name(name) == canonical_account_name(account)
             messages = list(held.warned)
-            mark = None if held.table is None else unsealed(held.table, each)
+            mark = None if held.table is None else unsealed(held.table, reservation_id)
             if mark is not None:
-                pairs = {(other, theirs == mark) for other, theirs in seen} if mine else set()
+                pairs = {(other, other_mark == mark) for other, other_mark in marks} if same_account else set()
                 messages += _pair_warnings(name, pairs, part=held.part)
-                seen.append((name, mark))
-            if mine and messages:
-                found[each] = messages
-        return found
+                marks.append((name, mark))
+            if same_account and messages:
+                warnings_by_reservation[reservation_id] = messages
+        return warnings_by_reservation
 
 
 def _pair_warnings(account: str, pairs: set[tuple[str, bool]], *, part: bool) -> list[str]:

@@ -431,8 +431,8 @@ class NoiseRecurrence(ABC):
     True
     """
 
-    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str, kept: int) -> None:
-        self._releases, self._kept = mechanism.releases, kept
+    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str, buffer_rows: int) -> None:
+        self._releases, self._buffer_rows = mechanism.releases, buffer_rows
         self._units = StandardNormals(key, f"unit/{label}", mechanism.releases)
         self._next = 0
         self._buffers: Floats | None = None
@@ -447,7 +447,7 @@ class NoiseRecurrence(ABC):
                 "vectors of one length."
             )
         if self._buffers is None or release < self._next:
-            self._buffers, self._next = np.zeros((self._kept, dim)), 0
+            self._buffers, self._next = np.zeros((self._buffer_rows, dim)), 0
         row: Floats = np.empty(0)
         for number in range(self._next, release + 1):
             row = self._step(number, self._units.row(number, dim), self._buffers)
@@ -455,8 +455,8 @@ class NoiseRecurrence(ABC):
         return row
 
     @abstractmethod
-    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
-        """w of ``number`` as a new array, from u and what is ``kept``, which is brought up to date."""
+    def _step(self, number: int, unit: Floats, buffers: Floats) -> Floats:
+        """Return w of ``number`` as a new array, from u and ``buffers``, which it updates in place."""
 
 
 class BufferedToeplitzRecurrence(NoiseRecurrence):
@@ -466,10 +466,10 @@ class BufferedToeplitzRecurrence(NoiseRecurrence):
         super().__init__(mechanism, key, label, len(mechanism.alpha))
         self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
 
-    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
-        row: Floats = unit - np.dot(self._alpha, kept)
-        kept *= self._lam
-        kept += row
+    def _step(self, number: int, unit: Floats, buffers: Floats) -> Floats:
+        row: Floats = unit - np.dot(self._alpha, buffers)
+        buffers *= self._lam  # after w is computed: w_k rests on the buffers of k − 1
+        buffers += row
         return row
 
 
@@ -480,11 +480,11 @@ class BandedRecurrence(NoiseRecurrence):
         super().__init__(mechanism, key, label, mechanism.cohorts - 1)
         self._past = np.array(mechanism.column[1:])
 
-    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
-        size = len(kept)
+    def _step(self, number: int, unit: Floats, buffers: Floats) -> Floats:
+        size = len(buffers)
         weights = self._past[(number - 1 - np.arange(size)) % size]  # place j holds the newest row k' ≡ j
-        row: Floats = unit - np.dot(weights, kept)
-        kept[number % size] = row
+        row: Floats = unit - np.dot(weights, buffers)
+        buffers[number % size] = row
         return row
 
 

@@ -462,7 +462,7 @@ class PartitionSelection(Mechanism, ABC):
         count = math.ceil(threshold + 0.5 * scale)
         passes = self.share_above((threshold - count) / scale)
         shares = np.array([1.0 - passes, passes])
-        return Probe(lambda found, number, rng: spread_choice(found, shares, rng), count=count)
+        return Probe(lambda label, number, rng: spread_choice(label, shares, rng), count=count)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         return _LabelSource(self, key, label)

@@ -114,9 +114,10 @@ def run_named_in(path: Path) -> str | None:
     return names[0] if names else None
 
 
-def _seal(key: bytes, said: str, tensors: Mapping[str, Array]) -> str:
+def _seal(key: bytes, header: str, tensors: Mapping[str, Array]) -> str:
     seal = hashlib.blake2b(key=hmac.digest(key, b"checkpoint", "sha256"), digest_size=32)
-    seal.update(f"{len(said)}\0{said}".encode())
+    # Lengths, dtypes and shapes are hashed too, so no byte can move from one part to the next under the same seal.
+    seal.update(f"{len(header)}\0{header}".encode())
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
         seal.update(f"\0{name}\0{array.dtype.str} {array.shape}\0".encode())

@@ -136,8 +136,8 @@ class PerLayer(Clipping, kind="per-layer"):
         pairs = self._pairs
         if pairs is None:
             modules = [name.rpartition(".")[0] for name in names]
-            known = list(dict.fromkeys(modules))
-            return [known.index(module) for module in modules], [1.0] * len(known)
+            module_names = list(dict.fromkeys(modules))
+            return [module_names.index(module) for module in modules], [1.0] * len(module_names)
         prefixes = [prefix for prefix, _ in pairs]
         numbers = []
         for name in names:

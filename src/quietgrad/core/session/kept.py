@@ -181,10 +181,10 @@ class Run:
         content = {"header": json.dumps(self.header.to_json()), "stands": stands}
         checkpoint.save(self.folder / FILE, self.name, content, self._key)
 
-    def agree(self, what: str, given: object, kept: object) -> None:
+    def agree(self, what: str, given: object, folder_value: object) -> None:
         """Raise ``DataError`` if ``given``, which may be ``None``, is not what the folder says."""
-        if given is not None and json.loads(json.dumps(given)) != json.loads(json.dumps(kept)):
-            text = json.dumps(kept)
+        if given is not None and json.loads(json.dumps(given)) != json.loads(json.dumps(folder_value)):
+            text = json.dumps(folder_value)
             raise DataError(
                 f"{self.folder}: the run that is kept here was started with another {what}: leave it out, or go on "
                 f"with that ({text if len(text) <= 200 else text[:200] + '…'})."

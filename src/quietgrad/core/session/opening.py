@@ -97,8 +97,8 @@ class Terms:
     @property
     def counts_privately(self) -> bool:
         """Whether the number of units is a secret that must be counted."""
-        known = self.n_public is not None or self.takes_n
-        return not known and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
+        n_is_public = self.n_public is not None or self.takes_n
+        return not n_is_public and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
 
 
 @dataclass(frozen=True)
@@ -221,22 +221,22 @@ def opening(
     _check_plan(the_plan, size, terms)
     if check is not None:
         check(chosen, the_plan, x0)
-    kept = None
+    saved_run = None
     if keeping is not None:
-        kept = begin(
+        saved_run = begin(
             keeping.folder, the_plan, holder, kind=keeping.kind, state=keeping.state(chosen, x0),
             settings=keeping.settings, notes=notes, every=keeping.every,
         )  # fmt: skip
     try:
-        if kept is None:
+        if saved_run is None:
             session = holder.open(the_plan, within=terms.within, note=terms.note, part=terms.part)
         else:
-            session = kept.open(holder)
+            session = saved_run.open(holder)
     except Exception:
-        if kept is not None:
-            kept.discard()
+        if saved_run is not None:
+            saved_run.discard()
         raise
-    return OpenRun(chosen, the_plan, session, x0, holder.account, notes, kept)
+    return OpenRun(chosen, the_plan, session, x0, holder.account, notes, saved_run)
 
 
 def counted(adapter: RecordAdapter, data: object, method: HasSchedule, terms: Terms) -> Terms:
@@ -250,7 +250,7 @@ def counted(adapter: RecordAdapter, data: object, method: HasSchedule, terms: Te
 
 
 def reopened(
-    kept: Run,
+    run: Run,
     adapter: RecordAdapter,
     data: object,
     method: Method,
@@ -259,9 +259,9 @@ def reopened(
     curator: type[CentralCurator] = CentralCurator,
 ) -> OpenRun[Method]:
     """Go on with a run that is kept in a folder: its plan, its account and its entry in the ledger."""
-    holder = curator(adapter, data, account=kept.account, run=kept.name, key=key)
-    session = kept.open(holder)
-    return OpenRun(method, kept.plan, session, holder.initial(), kept.account, kept.header.notes, kept)
+    holder = curator(adapter, data, account=run.account, run=run.name, key=key)
+    session = run.open(holder)
+    return OpenRun(method, run.plan, session, holder.initial(), run.account, run.header.notes, run)
 
 
 def followed(

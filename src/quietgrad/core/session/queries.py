@@ -231,8 +231,8 @@ class LossConstants:
     ) -> LossConstants:
         """The constants of a risk: those that bound every fᵢ, and the regulariser's own added to them."""
 
-        def total(own: float | None, added: float) -> float | None:
-            return None if own is None else own + added
+        def total(constant: float | None, added: float) -> float | None:
+            return None if constant is None else constant + added
 
         return cls(
             row_bound=row_bound,

@@ -111,7 +111,7 @@ class Privacy:
                 ("adversary", self.adversary),
                 ("account", self.account or "–"),
             ]
-        releases = ", ".join(f"{made} × {name}" for name, made in self.releases.items() if made)
+        releases = ", ".join(f"{count} × {name}" for name, count in self.releases.items() if count)
         return [*rows, ("released", releases), *(("note", note) for note in self.notes)]
 
     def _repr_html_(self) -> str:
@@ -123,8 +123,8 @@ class Privacy:
             return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
         if self.epsilon is None or self.accountant is None:
             return "NOT PRIVATE"
-        whom = "" if self.unit is PrivacyUnit.RECORD else f" per {self.unit}"
-        text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
+        per_unit = "" if self.unit is PrivacyUnit.RECORD else f" per {self.unit}"
+        text = f"({self.epsilon:.4g}, {self.delta:g})-DP{per_unit}, {self.relation}, proved by {self.accountant}"
         text = text if self.condition is None else f"{text}, {self.condition}"
         if self.is_private:
             return text

@@ -183,8 +183,8 @@ class Endpoint:
         """
         revoked = self._revoked()
         for hello in hellos:
-            known = read_hello(hello, self.roster, self.context)
-            peer = known.sender
+            parsed_hello = read_hello(hello, self.roster, self.context)
+            peer = parsed_hello.sender
             if peer == self.me:
                 continue
             if (name := self.roster.names[peer]) in revoked:
@@ -192,12 +192,13 @@ class Endpoint:
             if peer in self._channels:
                 raise ProtocolError(self.roster.names[peer], "said hello twice in one run")
             try:
-                shared = self._exchange.exchange(X25519PublicKey.from_public_bytes(known.exchange_key))
+                shared = self._exchange.exchange(X25519PublicKey.from_public_bytes(parsed_hello.exchange_key))
             except ValueError as error:
                 raise ProtocolError(self.roster.names[peer], "hello has a degenerate exchange key") from error
-            first, second = sorted([self.hello, bytes(hello)])
+            first, second = sorted([self.hello, bytes(hello)])  # both ends hash the two in the same order
             secret = derive(shared, salt=hashlib.sha256(first + second).digest(), info=b"pair")
-            self._met(known, secret, bytes(hello))  # refuses what this role cannot use, before anything is kept
+            # Before the channel is stored: this refuses a hello that the role cannot use.
+            self._met(parsed_hello, secret, bytes(hello))
             self._channels[peer] = Channel(
                 secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=self._largest_payload()
             )
@@ -212,7 +213,7 @@ class Endpoint:
     def _largest_payload(self) -> int:
         return 8 * self.terms.dimension + 512 * len(self.roster.names) + 1024
 
-    def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
+    def _met(self, parsed_hello: Hello, secret: bytes, hello: bytes) -> None:
         """Hook: derive more keys from a pair's secret, or remember what a hello says."""
 
     def _seal(self, peer: int, kind: FrameType, round: int, payload: bytes | memoryview) -> bytes:
@@ -230,7 +231,7 @@ class Endpoint:
         A party whose frame ``read`` refuses counts as absent and is named in :attr:`left_out`: one malformed frame
         must not end a round that a quorum can finish.
         """
-        found: dict[int, T] = {}
+        contents: dict[int, T] = {}
         revoked = self._revoked()  # perhaps since they met
         for i in sorted(frames):
             if not 0 <= i < self.terms.parties:
@@ -239,10 +240,10 @@ class Endpoint:
                 self.left_out[name] = f"is revoked here ({revoked[name]})"
                 continue
             try:
-                found[i] = read(i, frames[i])
+                contents[i] = read(i, frames[i])
             except ProtocolError as refused:
                 self.left_out[self.roster.names[i]] = refused.reason
-        return found
+        return contents
 
     def _check_servers(self) -> None:
         """Raise if a server was revoked since this role met it."""

@@ -168,8 +168,8 @@ class SharedSums:
         for k in servers:
             unread |= self._left_out(received[k], k, senders)
         leave_out(unread)
-        told = {j: reply.frames for j, reply in received.items()}
-        present = {k: {str(j): f[str(k)] for j, f in told.items() if str(k) in f} for k in servers}
+        frames_by_server = {j: reply.frames for j, reply in received.items()}
+        present = {k: {str(j): f[str(k)] for j, f in frames_by_server.items() if str(k) in f} for k in servers}
         partials = yield self._to_all("partial", present)
         summands = {str(k): reply.frames["frame"] for k, reply in partials.items() if "frame" in reply.frames}
         first = servers[0]
@@ -200,10 +200,10 @@ class SharedSums:
         return Step(kind, to, least=len(to))
 
     def _left_out(self, reply: Reply | None, server: int, senders: Mapping[str, str]) -> dict[str, str]:
-        """Whom a server left out and why, in its words; ``senders`` are names by what the server calls them."""
-        told = {} if reply is None else reply.left_out
+        """Return the parties that a server left out, with its reasons; ``senders`` maps its names to ours."""
+        reasons = {} if reply is None else reply.left_out
         by = f"(so says {self._names[server]})"
-        return {senders[each]: f"{str(why)[:200]} {by}" for each, why in told.items() if each in senders}
+        return {senders[each]: f"{str(why)[:200]} {by}" for each, why in reasons.items() if each in senders}
 
 
 def _bytes(frame: Frame | None) -> bytes | None:
@@ -254,21 +254,21 @@ def _only(frames: Frames) -> bytes:
 
 def _numbered(frames: Frames) -> dict[int, bytes]:
     """Frames by roster number."""
-    found = {}
+    frame_by_number = {}
     for name, frame in frames.items():
         content = _bytes(frame)
         if content is None or not (name.isascii() and name.isdigit() and len(name) < 6):
             raise ProtocolError("coordinator", "sends frames that have no roster numbers for names")
-        found[int(name)] = content
-    return found
+        frame_by_number[int(name)] = content
+    return frame_by_number
 
 
 def _hellos(frames: Frames) -> dict[str, bytes]:
     """Hellos by place, in order."""
-    found = {place: _bytes(frames[place]) for place in sorted(frames)}
-    if None in found.values():
+    hello_by_place = {place: _bytes(frames[place]) for place in sorted(frames)}
+    if None in hello_by_place.values():
         raise ProtocolError("coordinator", "sends hellos that are not bytes")
-    return {place: hello for place, hello in found.items() if hello is not None}
+    return {place: hello for place, hello in hello_by_place.items() if hello is not None}
 
 
 def _meet(role: Endpoint, t: int, frames: Frames) -> Reply:

@@ -235,9 +235,10 @@ def encode(vector: npt.ArrayLike, *, dimension: int, bound: float, step: float) 
 
 def decode(words: Words | npt.NDArray[np.uint32], step: float) -> Vector:
     """Read a sum mod 2^b back as numbers; exact as long as :func:`require_headroom` held."""
-    found = words.view(f"i{words.itemsize}").astype(np.float64)
-    found *= step
-    return found
+    # The signed view is two's complement: a word of 2^(b−1) or more is a negative number.
+    numbers = words.view(f"i{words.itemsize}").astype(np.float64)
+    numbers *= step
+    return numbers
 
 
 def require_headroom(*, parties: int, bound: float, step: float, noise_support: int, bits: int = 64) -> int:

@@ -74,11 +74,11 @@ class MaskingParty(Endpoint):
         self.witness: Attestation | None = None
         """What the server said of the last round that this party helped to open, perhaps with other keys."""
 
-    def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
-        if known.sender < self.terms.parties:
-            if not self.terms.graph.is_drawn(known.sender, known.picks):
-                raise ProtocolError(self.roster.names[known.sender], "hello names impossible neighbours")
-            self._picks_of[known.sender] = known.picks
+    def _met(self, parsed_hello: Hello, secret: bytes, hello: bytes) -> None:
+        if parsed_hello.sender < self.terms.parties:
+            if not self.terms.graph.is_drawn(parsed_hello.sender, parsed_hello.picks):
+                raise ProtocolError(self.roster.names[parsed_hello.sender], "hello names impossible neighbours")
+            self._picks_of[parsed_hello.sender] = parsed_hello.picks
             self.__dict__.pop("_near", None)
 
     @cached_property
@@ -210,11 +210,13 @@ class MaskingParty(Endpoint):
         survivors, signature = self._read_members(payload)
         if not state.submitted or not set(survivors) <= set(state.members):
             raise ProtocolError(self._server_name, f"asks to open round {t} for others than its members")
-        told = Attestation.of(self.context, t, payload[: len(payload) - len(signature)], signature)
-        if not told.is_from(self.roster.keys[self._server]):
+        attestation = Attestation.of(self.context, t, payload[: len(payload) - len(signature)], signature)
+        if not attestation.is_from(self.roster.keys[self._server]):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
+        # Deleted before a share leaves: with a second list of survivors, the holders would open both secrets of a
+        # dealer, and with them her vector.
         del self._rounds[t]
-        self.witness, here = told, set(survivors)
+        self.witness, here = attestation, set(survivors)
         given = [shares[j in here] for j, shares in sorted(state.shares.items())]
         return self._seal(self._server, FrameType.REVEAL, t, b"".join(given))
 
@@ -295,10 +297,10 @@ class MaskingServer(Endpoint):
         self.proved: dict[str, str] = {}
         """Who returned false shares in the round opened last, by name: proved by what they had accepted."""
 
-    def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
-        if not self.terms.graph.is_drawn(known.sender, known.picks):
-            raise ProtocolError(self.roster.names[known.sender], "hello names impossible neighbours")
-        self._hellos[known.sender], self._picks_of[known.sender] = hello, known.picks
+    def _met(self, parsed_hello: Hello, secret: bytes, hello: bytes) -> None:
+        if not self.terms.graph.is_drawn(parsed_hello.sender, parsed_hello.picks):
+            raise ProtocolError(self.roster.names[parsed_hello.sender], "hello names impossible neighbours")
+        self._hellos[parsed_hello.sender], self._picks_of[parsed_hello.sender] = hello, parsed_hello.picks
         self.__dict__.pop("_near", None)
 
     @cached_property
@@ -423,16 +425,16 @@ class MaskingServer(Endpoint):
     ) -> dict[int, dict[int, bytes]]:
         """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
         graph, survivors = self.terms.graph, set(state.survivors)
-        found: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
+        shares_by_dealer: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
         for i, shares in revealed.items():
             for j, share in shares.items():
                 rank, kind = graph.rank(j, i, self._picks_of[j]), b"self" if j in survivors else b"key"
                 if state.statements[j].has(rank, kind=kind, share=share):
-                    found[j][rank] = share
+                    shares_by_dealer[j][rank] = share
                 else:
                     whose = "her own" if i == j else f"{self.roster.names[j]}'s"
                     self.proved[self.roster.names[i]] = f"returned a false share of {whose} secret"
-        return found
+        return shares_by_dealer
 
     def _opened(self, j: int, shares: Mapping[int, bytes], here: set[int]) -> bytes | None:
         if len(shares) >= self.terms.threshold:

@@ -120,7 +120,7 @@ class SumServer(Endpoint):
         if t != self._round or t <= self._last:
             raise ProtocolError(self.name, f"round {t} has no shares, or its partial sum was already given")
         self._check_servers()
-        self._last = t
+        self._last = t  # before the frames are read: a call that fails below cannot be repeated with other frames
         present = set(self._shares)
         for k in self._others(frames):
             payload = self._open(k, FrameType.PRESENT, t, frames[k])
@@ -132,9 +132,9 @@ class SumServer(Endpoint):
             raise DropoutError(self._missing(present), f"missing; {left}")
         total = self._noise(t)
         for i in sorted(present):
-            kept = self._shares[i]  # seeds are expanded when they are needed, so that m of them take no memory
+            share = self._shares[i]  # seeds are expanded when they are needed, so that m of them take no memory
             last = self.me == self.servers[-1]
-            total += self._words(i, kept) if last else _expand(kept, t, self.terms.dimension)
+            total += self._words(i, share) if last else _expand(share, t, self.terms.dimension)
         self._shares = {}
         if self.me == self.servers[0]:
             self._partial = total
@@ -341,8 +341,8 @@ class NoiseServer(SumServer):
         except StopIteration as done:
             self._coarse[t] = done.value * np.uint64(COARSE_STEP)
 
-    def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
-        peer = known.sender
+    def _met(self, parsed_hello: Hello, secret: bytes, hello: bytes) -> None:
+        peer = parsed_hello.sender
         if peer in self.servers:
             # The stream of two neighbours is component i of everything random, i the later of the two.
             key = derive(secret, salt=self.context, info=b"replicated")

@@ -204,9 +204,9 @@ class SecureSumConfig:
 
     def released(self, total: AnyWords) -> Vector:
         """The sum as numbers; raises if no vectors within the bound and no noise can give it."""
-        found = decode(total, self.step)
-        check_length(found, self.possible_length(self.parties * self.bound))
-        return found
+        numbers = decode(total, self.step)
+        check_length(numbers, self.possible_length(self.parties * self.bound))
+        return numbers
 
     def possible_length(self, data: float) -> float:
         """The largest L2 norm that a sum can have, if the data in it have at most ``data``.
@@ -369,8 +369,8 @@ def threat_model(terms: SecureSumConfig) -> ThreatModel:
 
 def _rows(text: str, t: SecureSumConfig, **words: str | float) -> list[tuple[str, str]]:
     """The rows of a text: each begins a line with its question; further lines of it are indented."""
-    found = [" ".join(row.split()) for row in re.split(r"\n(?! )", text.strip().format(t=t, **words))]
-    return [(question, answer) for question, _, answer in (row.partition(" | ") for row in found)]
+    rows = [" ".join(row.split()) for row in re.split(r"\n(?! )", text.strip().format(t=t, **words))]
+    return [(question, answer) for question, _, answer in (row.partition(" | ") for row in rows)]
 
 
 _NOISE = """

@@ -81,8 +81,8 @@ class Calls:
         return self._names
 
     def renewed(self) -> set[str]:
-        found, self._renewed = self._renewed, set()
-        return found
+        names, self._renewed = self._renewed, set()
+        return names
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
         deadline = time.monotonic() + seconds
@@ -94,8 +94,8 @@ class Calls:
                 self._lines[name] = queue.SimpleQueue()
                 threading.Thread(target=self._work, args=(name,), name=f"to {name}", daemon=True).start()
             self._lines[name].put(frame)
-        found: dict[str, Bytes | Away] = {}
-        while len(found) < len(frames) and not self._closed:
+        answers: dict[str, Bytes | Away] = {}
+        while len(answers) < len(frames) and not self._closed:
             try:
                 name, frame, answer = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -103,8 +103,8 @@ class Calls:
             if self._latest.get(name) is frame:
                 del self._latest[name]
                 if frames.get(name) is frame:  # else it came too late
-                    found[name] = answer
-        return found
+                    answers[name] = answer
+        return answers
 
     def close(self) -> None:
         self._closed = True

@@ -42,10 +42,10 @@ class FlareTransport(Calls):
     def _ask(self, name: str, frame: Bytes) -> Bytes:
         # Not multicast_aux_requests, which in 2.9 reaches no client.
         request = Shareable({"frame": bytes(frame)})
-        found = self._engine.send_aux_request(
+        replies = self._engine.send_aux_request(
             [name], TOPIC, request, self._timeout, self._context, optional=True, secure=False
         )
-        reply = (found or {}).get(name)
+        reply = (replies or {}).get(name)
         code = "has no process of this job yet" if reply is None else reply.get_return_code()
         if reply is None or code != ReturnCode.OK or not isinstance(reply.get("frame"), bytes):
             raise Away(f"FLARE says: {code}")

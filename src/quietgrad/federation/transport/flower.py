@@ -61,14 +61,14 @@ class FlowerTransport:
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
         """Push what is not under way and pull what has come."""
-        deadline, found = time.monotonic() + seconds, dict[str, Bytes | Away]()
+        deadline, answers = time.monotonic() + seconds, dict[str, Bytes | Away]()
         here = set(self._grid.get_node_ids())
         self._introduce(here)
         while True:
-            waiting = [name for name in frames if name not in found]
+            waiting = [name for name in frames if name not in answers]
             for name in waiting:
                 if self._nodes.get(name) not in here:
-                    found[name] = Away("no SuperNode that is connected has proved to be it")
+                    answers[name] = Away("no SuperNode that is connected has proved to be it")
                 elif (under_way := self._sent.get(name)) is None or self._is_over(under_way, frames[name]):
                     message = self._push(self._nodes[name], bytes(frames[name]))
                     self._sent[name] = _Sent(frames[name], message, time.monotonic())
@@ -76,9 +76,9 @@ class FlowerTransport:
             for reply in self._pull(set(names)):
                 name = names[reply.metadata.reply_to_message_id]
                 del self._sent[name]
-                found[name] = bytearray(reply.content["q"]["frame"]) if _good(reply) else Away(_reason(reply))
-            if len(found) == len(frames) or time.monotonic() >= deadline:
-                return found
+                answers[name] = bytearray(reply.content["q"]["frame"]) if _good(reply) else Away(_reason(reply))
+            if len(answers) == len(frames) or time.monotonic() >= deadline:
+                return answers
             time.sleep(_LOOK)
 
     def close(self) -> None:

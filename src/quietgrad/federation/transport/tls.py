@@ -144,8 +144,8 @@ class TlsServer(Calls):
             connection.settimeout(link.HANDSHAKE_SECONDS)
             connection.do_handshake()
             name = link.peer_name(connection)
-            kind, said = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
-            hello = parse_json(said)
+            kind, hello_bytes = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
+            hello = parse_json(hello_bytes)
             reason = self._stranger(name, kind, hello)
             if reason is None and not link.is_issued(connection, name, self._credentials):
                 reason = f"its certificate is not of the authority that signs for {name}"
@@ -240,23 +240,23 @@ class TlsParty:
 
     def run(self) -> str:
         """Answer until the end and return its words; raises if the coordinator refuses or stays away."""
-        since, pause, told = time.monotonic(), 0.1, ""
+        since, pause, last_problem = time.monotonic(), 0.1, ""
         while True:
             try:
                 connection = self._call()
             except OSError as error:
                 why = _why(error)
-                if told != why:
+                if last_problem != why:
                     self._tell(f"the coordinator {why}; calling again for up to {self._patience:g} s")
-                    told = why
+                    last_problem = why
             else:
-                if told != "silent":
+                if last_problem != "silent":
                     self._tell(f"connected to {self._address[0]}:{self._address[1]}")
-                since, pause, told = time.monotonic(), 0.1, ""
+                since, pause, last_problem = time.monotonic(), 0.1, ""
                 try:
                     return self._answer(connection)
                 except TimeoutError:  # it waits for others, or is gone without a word: calling shows which
-                    told = "silent"
+                    last_problem = "silent"
                     continue
                 except OSError as error:
                     why, since = _why(error), time.monotonic()
@@ -281,13 +281,13 @@ class TlsParty:
                 connection = self._context.wrap_socket(sock, server_hostname=COORDINATOR)
                 failed.callback(link.hang_up, connection)
                 link.send(connection, link.HELLO, json.dumps(hello).encode(), deadline=deadline)
-                kind, said = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
+                kind, reply = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
                 if kind == link.REFUSED:
-                    raise ProtocolError(COORDINATOR, f"turns this member away: {said.decode(errors='replace')}")
+                    raise ProtocolError(COORDINATOR, f"turns this member away: {reply.decode(errors='replace')}")
                 if not link.is_issued(connection, COORDINATOR, self._credentials):
                     why = "its certificate is not of the authority that signs for the coordinator"
                     raise ProtocolError(COORDINATOR, why)
-                if parse_json(said)["plan"] != self._agreement:
+                if parse_json(reply)["plan"] != self._agreement:
                     raise BudgetError("the coordinator's plan is not the one that was approved here.")
                 if kind != link.WELCOME:
                     raise ValueError
