@@ -19,8 +19,9 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.errors import BudgetError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer
+from quietgrad.core.session.objectives import BaseObjective, Batch, LossConstants, NoRegularizer
 from quietgrad.methods.learning_rates import Linear
 from quietgrad.methods.oracles.spider import relative_noise, split_for
 from quietgrad.methods.theorems import bounds

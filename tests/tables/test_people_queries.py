@@ -20,7 +20,8 @@ from scipy import sparse
 import quietgrad.tables
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session import queries as queries
-from quietgrad.core.session.queries import Batch, Query
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import Query
 from quietgrad.objectives import L2, Logistic, Squared
 from quietgrad.tables import range_queries, whitening
 from quietgrad.tables.privacy_units import (

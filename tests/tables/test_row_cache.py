@@ -15,7 +15,7 @@ import pytest
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import ChangedError, DataError
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.data import scan
 from quietgrad.estimators import PrivateLogisticRegression
 from quietgrad.tables.losses import Logistic

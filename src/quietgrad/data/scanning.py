@@ -17,7 +17,7 @@ import numpy as np
 from joblib import cpu_count
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import RecordAdapter
+from quietgrad.core.session.objectives import RecordAdapter
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.scan_reader import (
     Array,

@@ -28,8 +28,8 @@ from quietgrad.core.ledger.state import DEFAULT
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.schedule import Plan, Slot
 from quietgrad.core.session.kept import Run, is_kept, open_run
+from quietgrad.core.session.objectives import NoRegularizer
 from quietgrad.core.session.opening import Keeping, OpenRun, Terms, opened, reopened
-from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.dates import bounds_in_days
 from quietgrad.estimators.predicting import predict_to

@@ -27,7 +27,7 @@ from quietgrad.core.errors import BudgetError, SettingError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.core.sampling import Sampling
-from quietgrad.core.session.queries import Objective, Records
+from quietgrad.core.session.objectives import Objective, Records
 from quietgrad.federation.secure.ring import dithered_clip
 from quietgrad.federation.secure.terms import Mode, SecureSumConfig, coarse_reach
 from quietgrad.federation.wire import Template

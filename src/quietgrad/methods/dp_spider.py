@@ -56,7 +56,7 @@ from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.plans.slots import Law
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import LossConstants
+from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.settings import Count, Positive, PositiveFraction, Within, field_values
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import FirstOrder, Output, State

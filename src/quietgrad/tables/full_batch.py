@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
-from quietgrad.core.session.queries import Batch, ClippingRule, Indices, Objective, Regularizer, StreamedRecords
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch, Indices, Objective, Regularizer, StreamedRecords
 from quietgrad.tables.table import Floats, Matrix, Table, Targets, Which, csr_around, frozen
 
 if TYPE_CHECKING:

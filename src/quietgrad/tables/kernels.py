@@ -27,7 +27,7 @@ from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
 
-from quietgrad.core.session.queries import Numbers
+from quietgrad.core.session.contributions import Numbers
 from quietgrad.tables.table import Packed
 
 _TILE = 32  # rows asked for ahead: random rows of a sparse table are cache misses, and waiting for each costs most

@@ -20,19 +20,17 @@ import numpy.typing as npt
 
 from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT
-from quietgrad.core.session.queries import (
+from quietgrad.core.session.contributions import ClippingRule, Numbers, rounding_safe_clip
+from quietgrad.core.session.objectives import (
     BaseObjective,
     Batch,
-    ClippingRule,
     Indices,
     LossConstants,
     NoRegularizer,
-    Numbers,
     Regularizer,
     StreamedRecords,
     add_gradients,
     add_hessians,
-    rounding_safe_clip,
 )
 from quietgrad.tables.full_batch import (
     Block,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quietgrad.core.session.queries import Batch, Indices
+from quietgrad.core.session.objectives import Batch, Indices
 from quietgrad.tables.full_batch import Block
 from quietgrad.tables.privacy_units import GroupIndex
 from quietgrad.tables.table import Floats, Table, Targets

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.session.queries import Batch, Objective, Query
+from quietgrad.core.session.objectives import Batch, Objective
+from quietgrad.core.session.queries import Query
 from quietgrad.tables.privacy_units import UserLevelRecords, WeightedRows, rows_of
 from quietgrad.tables.table import Floats, Matrix, Table, Targets
 

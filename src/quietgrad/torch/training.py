@@ -18,8 +18,8 @@ from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
 from quietgrad.core.session.kept import read_run
+from quietgrad.core.session.objectives import Regularizer
 from quietgrad.core.session.opening import Terms
-from quietgrad.core.session.queries import Regularizer
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.callbacks import Callback, Progress, together
 from quietgrad.methods.minimizing import check_people, progress_bar

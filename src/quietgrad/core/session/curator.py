@@ -20,7 +20,7 @@ from quietgrad.core.ledger.state import canonical_account_name
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
 from quietgrad.core.plans.schedule import Plan
-from quietgrad.core.session.queries import UNCOUNTED, RecordAdapter, StreamedRecords
+from quietgrad.core.session.objectives import UNCOUNTED, RecordAdapter, StreamedRecords
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.core.vectors import OwnVector

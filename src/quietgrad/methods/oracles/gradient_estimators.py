@@ -20,14 +20,8 @@ from quietgrad.core.plans.schedule import Law, Slot
 from quietgrad.core.sampling import SamplingName, sampling_of
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.clipping import FLAT, Clipping, ClippingName, read_clipping
-from quietgrad.core.session.queries import (
-    Asked,
-    GradientQuery,
-    JointMomentumQuery,
-    Query,
-    RecursiveMomentumQuery,
-    following_clip,
-)
+from quietgrad.core.session.contributions import following_clip
+from quietgrad.core.session.queries import Asked, GradientQuery, JointMomentumQuery, Query, RecursiveMomentumQuery
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.oracles.base import (
     Estimate,

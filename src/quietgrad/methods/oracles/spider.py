@@ -49,13 +49,8 @@ from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.plans.slots import Law
 from quietgrad.core.sampling import FullBatch, Sampling, SamplingName, SinglePass, sampling_of
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import (
-    LARGEST_CLIP,
-    Asked,
-    GradientDifferenceQuery,
-    GradientQuery,
-    following_clip,
-)
+from quietgrad.core.session.contributions import LARGEST_CLIP, following_clip
+from quietgrad.core.session.queries import Asked, GradientDifferenceQuery, GradientQuery
 from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.oracles.base import Estimate, Noise, Oracle, batch_part, constant_of, slot_of

@@ -26,9 +26,10 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.clipping import FLAT, Clipping
+from quietgrad.core.session.contributions import ClippingRule, check_clip
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.opening import OpenRun, Terms, opening
-from quietgrad.core.session.queries import ClippingRule, Query, check_clip
+from quietgrad.core.session.queries import Query
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.methods.custom_loop import LoopReleases, LoopSampling

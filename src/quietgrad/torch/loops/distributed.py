@@ -29,8 +29,9 @@ from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.objectives import Batch, RecordAdapter, public_loss
 from quietgrad.core.session.opening import Terms
-from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_loss
+from quietgrad.core.session.queries import Query
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import bytes_of

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quietgrad.core.errors import BudgetError, DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.one_record import Pass

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
-from quietgrad.core.session.queries import Batch as ReleaseBatch
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import BaseObjective, Indices, NoRegularizer, Regularizer
+from quietgrad.core.session.objectives import Batch as ReleaseBatch
 from quietgrad.tables.privacy_units import GroupIndex
 from quietgrad.tables.queries.local_update import LocalTraining
 from quietgrad.torch.networks.engine import PerExampleEngine
