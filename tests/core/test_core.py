@@ -23,7 +23,7 @@ ABOVE = (
     "named_settings",
     "cli",
 )
-MOST_LINES = 13_200
+MOST_LINES = 13_500
 
 # Reserve, release and close with the core alone: a reader of numbers, a clipped sum, three releases.
 ALONE = """
