@@ -4,6 +4,7 @@
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/image_settings.py                              # all of it
     ... python reproduce/image_settings.py --only mnist --epsilon 3 --batch 1024 --step 0.5     # a part of a search
     ... python reproduce/image_settings.py --only mnist --epsilon 3 --search coordinates --inherit  # ten fits each
+    ... python reproduce/image_settings.py --only mnist --epsilon 7 --search coordinates --like 3 --fits 7
     OMP_NUM_THREADS=1 python reproduce/image_settings.py --quick                 # small digits, seconds
 
 Takes 900 CPU hours in full and is resumable: 25 CPU minutes for one run of CNN5, 2.4 for one of DP-SGD on MNIST
@@ -32,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,15 +221,19 @@ def grid_search(cell: Cell, only: Row) -> None:
         cell.run(best, "grid", run)
 
 
-def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int) -> None:
+def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int, like: float | None) -> None:
     """Search both methods by ``allowed`` fits each.
 
     DP-SRM with γ → 1 is DP-SGD. To ``inherit``, it starts there: at DP-SGD's best batch and step and the largest γ.
+    Both start from what each found best at the ε ``like``, if there is one.
     """
     shape: Row = {}
     for method, cell in cells.items():
         axes, start = cell.figure.axes(method), cell.figure.centre(method)
-        if inherit and shape:
+        if like is not None:
+            start = best_found(replace(cell, epsilon=like))
+            axes = {name: axes[name] for name in ("second", "step", "batch", "clip", "joint") if name in axes}
+        elif inherit and shape:
             start = {**start, **shape, "second": max(cell.figure.second)}
             axes = {name: axes[name] for name in ("second", "step", "batch", "joint")}
         found = coordinate_search(axes, start, partial(cell.look, search=COORDINATES), allowed)
@@ -236,12 +241,15 @@ def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int) -> N
         shape = {name: found.best[name] for name in ("batch", "step")}
 
 
+def best_found(cell: Cell) -> Row:
+    """The setting of the coordinate search with the least error so far."""
+    row = min(STORE.having("search", **cell.key, search=COORDINATES), key=lambda row: float(row["error"]))
+    return {name: row[name] for name in _SETTINGS if name in row}
+
+
 def run_chosen(cells: dict[str, Cell], runs: int) -> None:
     """Run what the coordinate searches found best so far, and DP-SGD also at DP-SRM's effective clip."""
-    best = {}
-    for method, cell in cells.items():
-        row = min(STORE.having("search", **cell.key, search=COORDINATES), key=lambda row: float(row["error"]))
-        best[method] = {name: row[name] for name in _SETTINGS if name in row}
+    best = {method: best_found(cell) for method, cell in cells.items()}
     # First the pair that can be judged, then DP-SGD at the clip that it likes best.
     level = {**best["dp-sgd"], "clip": effective_clip("dp-srm", best["dp-srm"])}
     for run in range(runs):
@@ -404,6 +412,7 @@ def main() -> None:
     parser.add_argument("--search", choices=("grid", COORDINATES, "none"), default="grid")
     parser.add_argument("--fits", type=int, default=10, help="of the coordinate search, the fits of each method")
     parser.add_argument("--inherit", action="store_true", help="DP-SRM's search starts from DP-SGD's best")
+    parser.add_argument("--like", type=float, help="both searches start from what was best at this ε")
     parser.add_argument("--runs", type=int, default=RUNS, help="of what the coordinate search chose")
     asked = parser.parse_args()
     if asked.search != "grid" and asked.method is not None:
@@ -427,7 +436,7 @@ def main() -> None:
                     grid_search(cell, only)
                 continue
             if asked.search == COORDINATES:
-                search_coordinates(cells, asked.inherit, asked.fits)
+                search_coordinates(cells, asked.inherit, asked.fits, asked.like)
             run_chosen(cells, asked.runs)
 
 
