@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from quietgrad.core.accounting import events
@@ -54,21 +54,19 @@ from quietgrad.core.accounting.events import round_law
 from quietgrad.core.errors import ExhaustedError, SettingError
 from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.plans.slots import Law
-from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import LossConstants
-from quietgrad.core.settings import Count, Positive, PositiveFraction, Within, field_values
+from quietgrad.core.settings import Count, Positive, Within, field_values
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import FirstOrder, Output, State
 from quietgrad.methods.learning_rates import LearningRate, as_rate
-from quietgrad.methods.oracles.base import Noise
-from quietgrad.methods.oracles.spider import AdaptiveSpider, Spider, SpiderOracle
+from quietgrad.methods.oracles.spider import AdaptiveSpider, Finite, Spider, SpiderOracle, SpiderSettings
 
 _MOST_STEPS = 10**6  # of theory's settings
 
 
 @dataclass(frozen=True)
-class DPSpider(FirstOrder):
+class DPSpider(SpiderSettings, FirstOrder):
     """Variance-reduced descent (DP-SPIDER).
 
     Full gradients and differences of gradients get separate noise.
@@ -107,22 +105,12 @@ class DPSpider(FirstOrder):
 
     steps: Count = 200
     learning_rate: float | str | LearningRate = 1.0
-    clip: Positive = 1.0
-    smoothness: Positive = 1.0
-    difference_clip: Positive | None = None
-    period: Count | None = None
-    kappa: Positive | None = None
+    _: KW_ONLY
+    clip: Finite = 1.0
+    smoothness: Finite = 1.0
+    kappa: Finite | None = None
     full_queries: Count | None = None
-    split: PositiveFraction | None = None
-    path: Positive | None = None
-    batch_size: Count | None = None
-    difference_batch_size: Count | None = None
-    sampling: SamplingName = "full"
-    warm_steps: int = 0
-    warm_share: PositiveFraction = 0.5
     warm_learning_rate: Positive | None = None
-    cohorts: int | None = None
-    noise: Noise = "independent"
     returns: Output = "last"
 
     name: ClassVar[str] = "dp-spider"
@@ -140,6 +128,8 @@ class DPSpider(FirstOrder):
                 "kappa: full gradients are asked by drift, on all records or Poisson samples; leave period, path, "
                 "warm_steps and noise out."
             )
+        if self.warm_learning_rate is not None and not self.warm_steps:
+            raise ValueError("warm_learning_rate: needs warm_steps, the steps of DP-SGD that have this rate.")
         super().__post_init__()
 
     @classmethod
@@ -196,8 +186,8 @@ class DPSpider(FirstOrder):
     def oracle(self) -> SpiderOracle:
         values = field_values(self)
         if self.kappa is None:
-            names = (field.name for field in fields(Spider) if field.name != "law")
-            return Spider(**{name: values[name] for name in names}, law=self._law_of_differences())
+            shared = {field.name: values[field.name] for field in fields(SpiderSettings)}
+            return Spider(**shared, law=self._law_of_differences())
         values.update(regime="reuse", difference_batch_size=self.difference_batch_size or self.batch_size)
         return AdaptiveSpider(**{field.name: values[field.name] for field in fields(AdaptiveSpider)})
 
