@@ -86,8 +86,8 @@ def checked_share(share: float, name: str, value: float) -> float:
     """Return a share of the budget that a setting implies; raise if one kind of release would get next to none."""
     if not _LEAST_SHARE <= share <= 1.0 - _LEAST_SHARE:
         raise SettingError(
-            f"{{{name}}}: gives full gradients the share {share:.2g} of the budget, by the formula for this clip and "
-            "smoothness. Use a realistic value, or state split.",
+            f"{{{name}}}: with this clip and smoothness, full gradients get the share {share:.2g} of the budget. Use "
+            "a realistic value, or state split.",
             **{name: value},
         )
     return share
@@ -142,11 +142,11 @@ class SpiderOracle(Oracle):
         return following_clip(min(bound, LARGEST_CLIP if self.difference_clip is None else self.difference_clip))
 
     def check_noise(self) -> None:
-        """Refuse correlated differences without the constant that they are clipped to."""
+        """Raise if differences have other noise than independent one and no constant that they are clipped to."""
         if self.noise != "independent" and self.difference_clip is None:
             raise ValueError(
-                "noise='correlated': needs difference_clip, one constant for all differences (M × the longest "
-                "step); noise of different scales would not cancel."
+                f"noise={self.noise!r}: noise other than 'independent' needs difference_clip, one constant for all "
+                "differences (M × the longest step). Noise of different scales would not cancel."
             )
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
