@@ -294,6 +294,16 @@ def test_the_page_of_rows_is_in_step_with_the_registry() -> None:
         assert any(row.paper == paper and row.what.startswith(wanted) for row in ROWS), (paper, wanted)
 
 
+def test_numbers_in_rows_of_lemmas() -> None:
+    """003: (3/4)^Q at Q = 2.5·log(1/ω₀) for both logarithms, and d ≤ (√m·n·ε)^(6/13) of Remark 3."""
+    verdicts = {(row.paper, row.what): row.verdict for row in ROWS}
+    exponents = {base: -2.5 * math.log(0.75) / math.log(base) for base in (math.e, 2.0)}
+    assert exponents[2.0] > 1.0
+    assert f"ω₀^{exponents[math.e]:.2f}" in verdicts["003", "Lemma 2"]
+    most = (math.sqrt(10.0) * 1e6 * 1.0) ** (6.0 / 13.0)
+    assert f", {most:.0f} for ten parties" in verdicts["003", "Remark 3"]
+
+
 def test_numbers_of_the_errata_are_those_computed() -> None:
     (table,) = json.loads((ROOT / "reproduce" / "results" / "errata.json").read_text(encoding="utf-8"))["tables"]
     text = (ROOT / "docs" / "methods" / "papers.md").read_text(encoding="utf-8")

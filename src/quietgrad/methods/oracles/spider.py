@@ -86,8 +86,8 @@ def checked_share(share: float, name: str, value: float) -> float:
     """Return a share of the budget that a setting implies; raise if one kind of release would get next to none."""
     if not _LEAST_SHARE <= share <= 1.0 - _LEAST_SHARE:
         raise SettingError(
-            f"{{{name}}}: with this clip and smoothness, full gradients get the share {share:.2g} of the budget. Use "
-            "a realistic value, or state split.",
+            f"{{{name}}}: with this clip and smoothness, full gradients get the share {share:.2g} of the budget. "
+            "Use a realistic value, or state split.",
             **{name: value},
         )
     return share
