@@ -267,8 +267,8 @@ class Comparison:
 
 
 def _short(values: Sequence[float]) -> str:
-    return f"{values[0]:.3g} to {values[-1]:.3g}"
+    return f"{values[0]:g} to {values[-1]:g}"
 
 
 def _each(values: Sequence[float]) -> str:
-    return " and ".join(f"{value:.3g}" for value in values)
+    return " and ".join(f"{value:g}" for value in values)

@@ -202,9 +202,15 @@ def compared(record: Mapping[str, Any]) -> list[Comparison]:
 
 def contender(record: Mapping[str, Any], key: Mapping[str, Any], method: str) -> Contender:
     """A method at one ε, and of one network if the key has that; C2 = 0 is the end of its list, and so is γ = 1."""
-    names = [name.name for name in fields(Settings) if name.name != "method"]
+    own = {"dp-sgd": {"method", "gamma", "ratio"}, "dp-srm": {"method"}}[method]
+    names = [name.name for name in fields(Settings) if name.name not in own]
+    defaults = {name.name: name.default for name in fields(Settings) if name.name in names}
     search, finished = (
-        [row for row in record[kind] if row["method"] == method and all(row[name] == key[name] for name in key)]
+        [
+            {**defaults, **row}  # early rows leave out what had one value
+            for row in record[kind]
+            if row["method"] == method and all(row[name] == key[name] for name in key)
+        ]
         for kind in ("search", "fits")
     )
     return Contender(

@@ -80,17 +80,20 @@ def test_another_score_of_a_search_is_another_choice(stem: str) -> None:
         pytest.skip("it has no verdict that a search decides")
     first = each.contenders[0]
     most = max(tried.runs for tried in first.tried)
-    at = {**(first.chosen or {})}
+    there = [k for k, tried in enumerate(first.tried) if first.imposed.items() <= tried.settings.items()]
     other = next(
-        k for k, tried in enumerate(first.tried)
-        if tried.runs == most and tried.score is not None and dict(tried.settings) != at
-        and {**tried.settings, **first.imposed} != at
-    )  # fmt: skip
+        k
+        for k in there or range(len(first.tried))
+        if first.tried[k].runs == most and {**first.tried[k].settings, **first.imposed} != first.chosen
+    )
     tried = list(first.tried)
     tried[other] = Tried(tried[other].settings, -1e9, most)
     changed = Contender(first.method, tried, first.reached, first.clip, first.natural_end, first.imposed)
-    assert changed.chosen != first.chosen
-    assert Comparison("changed", [changed, each.contenders[1]]).verdict().kind == "not comparable"
+    assert changed.chosen == {**tried[other].settings, **first.imposed}
+    if changed.outcome is None:
+        assert Comparison("changed", [changed, each.contenders[1]]).verdict().kind == "not comparable"
+    else:  # it was run too, and what it reached is what counts
+        assert changed.outcome != first.outcome
 
 
 def _several(comparison: Comparison) -> bool:
@@ -241,6 +244,9 @@ def test_the_limits_of_the_advice_are_those_measured() -> None:
     assert "use dp-spider" in str(Regime(PAYS, 1.0, 1.0))
     assert "use dp-gd" in str(Regime(LOSES, 1.0, 1.0))
     assert "compare" in str(Regime(1.0, 1.0, 1.0))
+    for wrong in (math.nan, math.inf, 0.0, 1e-320):
+        with pytest.raises(ValueError, match="path="):
+            Regime(1.0, 1e-300, wrong)
 
 
 def test_the_regimes_on_the_page_are_those_measured() -> None:
@@ -258,6 +264,18 @@ def test_the_regimes_on_the_page_are_those_measured() -> None:
         fits = [table[method]["fits"] for method in ("dp-gd", "dp-spider")]
         losses = [f"{fit['mean']:.4f} ± {fit['mean_se']:.4f}" for fit in fits]
         assert all(loss.replace("0.", ".") in text for loss in losses)
+
+
+def test_one_effective_clip_on_the_page_is_that_measured() -> None:
+    (comparison,) = comparisons_of("effective_clips")
+    plain, reduced = (each.outcome for each in comparison.contenders)
+    assert plain is not None
+    assert reduced is not None
+    assert comparison.verdict().kind == "tie"
+    assert (reduced.settings["clip"], reduced.settings["gamma"]) == (2.5, 1.0)
+    text = " ".join((ROOT / "docs" / "reproductions" / "studies.md").read_text(encoding="utf-8").split())
+    losses = [f"{each.mean:.4f} ± {each.error:.4f}".replace("0.", ".") for each in (reduced, plain)]
+    assert f"DP-SRM does best at 2.5 with γ = 1, where it is DP-SGD: {losses[0]} against {losses[1]} (" in text
 
 
 def test_no_outcome_of_the_valley_is_one_of_luck() -> None:

@@ -10,9 +10,12 @@ ratio far below the second limit, and the best DP-SPIDER is the one that asks fu
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.settings import Within
 from quietgrad.methods.oracles.spider import split_for
 
@@ -41,12 +44,18 @@ class Regime:
 
     def __post_init__(self) -> None:
         for name in ("lipschitz", "smoothness", "path"):
-            Within(0.0, closed=False).check(name, getattr(self, name))
+            Within(0.0, sys.float_info.max, closed=False).check(name, getattr(self, name))
+        if not 0.0 < self.ratio < math.inf:
+            raise SettingError(
+                "{path}: too small or too large for G/(M·path) with {lipschitz} and {smoothness}. State the radius "
+                "in which the model is looked for.",
+                path=self.path, lipschitz=self.lipschitz, smoothness=self.smoothness,
+            )  # fmt: skip
 
     @property
     def ratio(self) -> float:
         """G/(M·path)."""
-        return self.lipschitz / (self.smoothness * self.path)
+        return self.lipschitz / self.smoothness / self.path
 
     @property
     def advice(self) -> str:
