@@ -23,7 +23,7 @@ RESULTS = ROOT / "reproduce" / "results"
 PAGE = ROOT / "docs" / "reproductions" / "comparisons.md"
 STUDIES = (
     "image_settings", "mnist", "cifar", "adaptive_descent", "stagewise", "stagewise_resnet", "bands",
-    "effective_clips", "valley", "spider_tables",
+    "effective_clips", "valley", "spider_tables", "advice",
 )  # fmt: skip
 UNCOMPARED = {
     "nonconvex_printed": "the scores of its searches are not recorded: numbers without a verdict",

@@ -337,6 +337,18 @@ def test_numbers_of_the_errata_are_those_computed() -> None:
             assert z > needed, name  # the theorem is loose, not false
 
 
+def test_the_errata_that_matter_are_on_the_page_of_the_paper() -> None:
+    rows = {row[0]: row[1:] for row in record("errata")["rows"]}
+    text = " ".join((ROOT / "docs" / "reproductions" / "000.md").read_text(encoding="utf-8").split())
+    z, needed, epsilon, _ = rows["MNIST, ε = 7: the box of Algorithm 1 has ε² for ε"]
+    assert f"z = {z:.2f} where {needed:.2f} is needed, a true ε of {epsilon:.0f})" in text
+    short = [rows[f"CNN5, ε = 10, b = {b}: the formula of Theorem 4.1 alone"] for b in (64, 32)]
+    assert all(row[0] < row[1] for row in short)
+    assert f"(true ε {short[0][2]:.1f} and {short[1][2]:.1f})" in text
+    longer = rows["MNIST, ε = 7: T + 1 releases, T composed"]
+    assert f"{longer[0]:.3f}" == f"{longer[1]:.3f}" or abs(longer[1] / longer[0] - 1.0) < 1e-3
+
+
 def test_theorem_4_1_is_its_formula_and_its_condition() -> None:
     """σ′² = z²/4 ≥ 0.7: the formula's own least z for MNIST at ε = 7 is below what the theorem admits."""
     n, batch, steps, epsilon = errata.CASES["MNIST, ε = 7"]

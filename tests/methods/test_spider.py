@@ -40,6 +40,7 @@ class Listening:
         self.session, self.exact = session, exact
         self.heard: list[tuple[str, float, Floats]] = []
         self.asked: list[Any] = []  # whose records each release was about; None: all
+        self.length = 0.0  # of the walk, as the method reports it
 
     def release(self, slot: str, query: Any) -> Any:
         answer = self.session.release(slot, query)
@@ -67,6 +68,7 @@ def walked(method: qg.DPSpider, budget: qg.Budget | None, n: int = 300) -> tuple
     while not state.done:
         state = method.step(state, session)  # type: ignore[arg-type]
         path.append(np.array(state.params))
+    session.length = state.extra["path"]
     return path, session, (X, y)
 
 
@@ -168,6 +170,8 @@ def test_every_line_is_that_of_the_reference(method: qg.DPSpider, private: bool)
         assert method.sampling != "fixed-size" or {*sizes["o1"], *sizes["o2"]} == {60, 25}
     np.testing.assert_allclose(np.stack(path), np.stack(expected), rtol=0.0, atol=1e-9)
     np.testing.assert_allclose([bound for _, bound, _ in session.heard], clips, rtol=1e-9)
+    walk = np.linalg.norm(np.diff(np.stack(expected), axis=0), axis=1)
+    assert session.length == pytest.approx(walk[method.warm_steps :].sum(), rel=1e-9)
 
 
 def test_each_kind_of_release_has_the_noise_of_its_own_slot() -> None:

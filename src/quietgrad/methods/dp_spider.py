@@ -83,7 +83,8 @@ class DPSpider(SpiderSettings, FirstOrder):
         kappa: instead of a period: ask a full gradient when Σ‖θ − θ′‖² since the last one reaches κ.
         full_queries: with ``kappa``, the most full gradients (default: a tenth of the steps); the run stops there.
         split: share of the budget for full gradients (default: theory's, from ``path`` or ``kappa``, else half).
-        path: a public bound on the length of the walk, from which theory gives the split.
+        path: a public bound on the length of the walk, from which theory gives the split. ``details["path"]`` of a
+            result is the length that was walked, a function of what was released.
         batch_size: expected records of a full gradient, unless ``sampling`` is ``"full"``.
         difference_batch_size: expected records of a difference, unless ``sampling`` is ``"full"``.
         sampling: all records (``"full"``), or samples of the expected sizes.
@@ -220,10 +221,12 @@ class DPSpider(SpiderSettings, FirstOrder):
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         size = self._rate(state.step, self.steps)
+        length = norm(gradient)
         if state.step < self.warm_steps and self.warm_learning_rate is not None:
             size = as_rate(self.warm_learning_rate)(state.step, self.warm_steps)
-        elif self.noise != "independent" and self.difference_clip is not None:
+        elif self.noise != "independent" and self.difference_clip is not None and length > 0.0:
             # A longer step would have differences longer than their clip.
-            length = norm(gradient)
-            size = min(size, self.difference_clip / (self.smoothness * length)) if length > 0.0 else size
+            size = min(size, self.difference_clip / (self.smoothness * length))
+        if state.step >= self.warm_steps:
+            state.extra["path"] = state.extra.get("path", 0.0) + size * length
         return size, gradient
