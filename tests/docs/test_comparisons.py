@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from reproduce import errata
+from reproduce import advice, errata
 from reproduce.compared import PAGE as VERDICTS
 from reproduce.compared import STUDIES, UNCOMPARED, comparisons_of, record
 from reproduce.compared import page as page_of_verdicts
@@ -108,6 +108,9 @@ UNTUNED = "both have the same settings, and nothing was searched"
 LEADS: dict[tuple[str, str], str] = {
     ("choosing.md", "‖∇F‖ of DP-GD ÷ that of DP-SPIDER"): "valley",
     ("choosing.md", "records whose slopes differ"): "valley",
+    ("choosing.md", "is the right advice on a ring"): "advice",
+    ("choosing.md", "On a quadratic it does no harm"): "advice",
+    ("choosing.md", "DP-SPIDER's are 1.08 times smaller"): "advice",
     ("methods/dp-spider.md", "On a curved valley"): "valley",
     ("reproductions/001.md", "where a constant rate is better by six standard errors"): "stagewise",
     ("reproductions/002.md", "ahead of the unweighted average"): UNTUNED,
@@ -262,6 +265,32 @@ def test_the_regimes_on_the_page_are_those_measured() -> None:
         fits = [table[method]["fits"] for method in ("dp-gd", "dp-spider")]
         losses = [f"{fit['mean']:.4f} ± {fit['mean_se']:.4f}" for fit in fits]
         assert all(loss.replace("0.", ".") in text for loss in losses)
+
+
+def test_the_advice_on_other_risks_is_right_with_true_constants_and_the_page_says_so() -> None:
+    rows = record("advice")["rows"]
+    gains: dict[str, list[str]] = {}
+    for row, comparison in zip(rows, comparisons_of("advice"), strict=True):
+        cell, verdict = advice.Cell(*row["place"]), comparison.verdict()
+        true = cell.share_of_curvature == cell.share_of_radius == 1.0
+        if true:
+            assert verdict.kind != "not comparable"
+        if true and cell.regime.ratio >= PAYS:
+            assert "use dp-spider" in cell.regime.advice
+            assert verdict.leader in ("dp-spider", None)
+        plain, reduced = (each.outcome for each in comparison.contenders)
+        assert plain is not None
+        assert reduced is not None
+        gain = plain.mean / reduced.mean
+        said = "ties" if verdict.kind == "tie" else f"{gain:.2f}" if gain > 1.0 else f"{100.0 / gain - 100.0:.0f} %"
+        gains.setdefault(comparison.what.partition(", ν")[0], []).append(said)
+    text = " ".join((ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").split())
+    ring, low, high, middle, cut_differences, short = gains.values()
+    assert f"{' / '.join(ring)} times smaller at a ratio of 4.4" in text
+    assert f"{' / '.join(high)} times smaller at 16, {middle[0]} at 2.9" in text
+    assert f"at 0.07, DP-SPIDER's are {low[0]} times smaller / {low[1]} longer" in text
+    assert f"gradients are {cut_differences[1]} longer on the ring at ν = .05, with" in text
+    assert f"a tenth of the true radius {short[1]}." in text
 
 
 def test_one_effective_clip_on_the_page_is_that_measured() -> None:
