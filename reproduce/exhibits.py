@@ -181,7 +181,7 @@ def _party_curves(network: str) -> Iterator[Lines]:
 
 
 def _at_the_settings(figure: str) -> Iterator[Lines]:
-    """Errors over iterations at the paper's clips, batches and epochs: the settings that were run more than once."""
+    """Errors over iterations at the paper's clips, batches and epochs, of the settings run more than once."""
     fits = same(results("image_settings")["fits"], figure=figure)
     for epsilon in sorted(set(kinds(fits, "epsilon"))):
         lines = []
