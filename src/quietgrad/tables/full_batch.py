@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 1 << 19  # numbers: two megabytes of float32
 
+HESSIAN_NUMBERS = 1 << 17
+"""Numbers of a part whose rows are copied in float64: the copies stay in the processor's cache."""
 _EPS = float(np.finfo(np.float64).eps)
 _TINY = 1e-290  # as in the norms of rows: squares that underflow are not 0
 _AT_ONCE = 1 << 21  # numbers of people's sums at a time, 16 MB
@@ -63,16 +65,17 @@ class ColumnMajor:
         return np.asarray(product(self.columns, self.first, self.last, np.ascontiguousarray(other[:, 0])))[:, None]
 
     def toarray(self) -> Floats:
-        """The rows as a matrix of float64."""
-        return np.asarray(self.columns[:, self.first : self.last].T, dtype=np.float64)
+        """A copy of the rows, or of the columns, as a matrix of float64."""
+        part = self.columns[:, self.first : self.last]
+        return np.array(part if self.transposed else part.T, dtype=np.float64)
 
 
-def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]:
-    """All records, or those at ``indices``, a few MB at a time."""
+def blocks_of(records: Table, indices: Indices | None = None, *, numbers: int = _ROWS_AT_ONCE) -> Iterator[Block]:
+    """All records, or those at ``indices``, a few MB at a time; of a part of a scan, about ``numbers`` numbers."""
     X = records.X
     if indices is None and records.outputs == 1 and not records.is_sparse and X.flags.fnc and X.dtype == np.float32:
         columns = frozen(X.T)
-        step = max(1, _ROWS_AT_ONCE // records.features)
+        step = max(64, numbers // records.features)
         for start in range(0, len(records), step):
             stop = min(start + step, len(records))
             yield Block(records, slice(start, stop), ColumnMajor(columns, start, stop))
