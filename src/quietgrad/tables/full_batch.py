@@ -232,7 +232,9 @@ def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule:
     """α·clip_A(r − βr′) + γ·clip_B(r), the clips acting on ‖r‖‖x̃‖; ``before`` is r′, ``None`` if β = 0."""
     alpha, beta, first, gamma, second = rule.numbers
     moved = residuals if before is None else residuals - beta * before
-    combined = alpha * _clipped(moved, norms, first, rule.clipping)
+    combined = _clipped(moved, norms, first, rule.clipping)
+    if alpha != 1.0:
+        combined *= alpha
     if gamma:
         combined += gamma * _clipped(residuals, norms, second, rule.clipping)
     return combined
@@ -241,15 +243,18 @@ def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule:
 def _clipped(residuals: Floats, norms: Floats, clip: float, clipping: Clipping) -> Floats:
     """Shorten each row so that ‖r‖·norm ≤ clip; what is not finite becomes zero."""
     lengths = np.abs(residuals[:, 0]) if residuals.shape[1] == 1 else np.linalg.norm(residuals, axis=1)
-    lengths = lengths * norms
+    lengths *= norms
     if clip == math.inf:  # an evaluation
         clipped = residuals.copy()
     elif clipping != FLAT:
         clipped = residuals * scale_factors(clipping, lengths, clip)[:, None]
     else:
         # 1 exactly for what is short enough; a clip of 0 leaves nothing
-        clipped = residuals * (clip / np.maximum(lengths, clip or 1.0))[:, None]
-    clipped[~np.isfinite(lengths)] = 0.0
+        factors = np.maximum(lengths, clip or 1.0)
+        clipped = residuals * np.divide(clip, factors, out=factors)[:, None]
+    finite = np.isfinite(lengths)
+    if not finite.all():
+        clipped[~finite] = 0.0
     return clipped
 
 

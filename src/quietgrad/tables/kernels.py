@@ -299,13 +299,11 @@ def boxed_columns(columns: _Array, low: _Array, high: _Array, centre: _Array, ha
 
 
 @_EXACT
-def add_magnitudes(
-    columns: _Array, chosen: _Array, counts: _Array, lowest: int, highest: int, out: _Array
-) -> None:
+def add_magnitudes(columns: _Array, chosen: _Array, counts: _Array, lowest: int, highest: int, out: _Array) -> None:
     """Add each row's counts by chosen column, sign and octave, brought to length 1: see ``MagnitudeHistogram``.
 
-    ``columns`` are the bits of float64 numbers: a sign, eleven bits of exponent, 52 of fraction. Where the fraction is
-    0, the number is a power of two and ends its octave.
+    ``columns`` are the bits of float64 numbers: a sign, eleven bits of exponent, 52 of fraction. Where the
+    fraction is 0, the number is a power of two and ends its octave.
     """
     octaves = highest - lowest + 1
     fraction, magnitude, infinite = (1 << 52) - 1, (1 << 63) - 1, 0x7FF << 52

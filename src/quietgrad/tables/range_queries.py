@@ -378,7 +378,7 @@ class FeatureBox(RecordMap):
         return moved
 
     def rounded(self, X: Matrix) -> Any:
-        """What :meth:`apply` makes of dense rows, rounded to float32 and column-major: in one pass over the columns."""
+        """What :meth:`apply` makes of dense rows, rounded to float32 and column-major, in one pass."""
         if not (isinstance(X, np.ndarray) and X.flags.fnc and X.dtype in (np.float32, np.float64)):
             return np.asarray(self.apply(X), dtype=np.float32, order="F")
         from quietgrad.tables.kernels import boxed_columns

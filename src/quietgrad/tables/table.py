@@ -404,7 +404,7 @@ class Table:
         return norms
 
     def _mixed_columns(self, transform: Affine, slack: float, least: float, norms: Floats) -> None:
-        """The same of a part of a scan by a matrix: a few columns of numbers at a time, always in the same memory."""
+        """The same of a part of a scan by a matrix, some rows at a time and always in the same memory."""
         from quietgrad.tables.kernels import row_squares
 
         columns = self.X.T
