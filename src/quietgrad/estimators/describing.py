@@ -193,7 +193,7 @@ def describe(
             that the schema lists (yes and no, or whole numbers within bounds), or values that are found privately.
         statistics: what is released of each group; the fewer, the less noise.
         epsilon: Privacy budget of the whole description. Smaller is more private and noisier.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         ledger: Path of a ledger file, as in the estimators.
         account: Name of the people in the ledger.
