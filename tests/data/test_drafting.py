@@ -419,4 +419,4 @@ def test_an_unreadable_date_is_refused_unless_the_schema_says_otherwise(tmp_path
         load(path, schema=said)
     assert "soon" not in str(refused.value)
     gapped = {**said, "columns": {"when": {"kind": "date", "unreadable": "gap", "missing": "indicator"}}}
-    assert load(path, schema=gapped).X[:, -1].tolist() == [0.0, 1.0]
+    assert np.asarray(load(path, schema=gapped).X)[:, -1].tolist() == [0.0, 1.0]
