@@ -79,6 +79,7 @@ TABLE: dict[type, Make] = {
     range_queries.RangeHistogram: lambda r: range_queries.RangeHistogram(
         np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r
     ),
+    range_queries.NoFeatures: range_queries.NoFeatures,
     range_queries.FeatureBins: lambda r: range_queries.FeatureBins(
         np.arange(D), np.tile([-2.0, 0.0, 2.0], (D, 1)), r
     ),

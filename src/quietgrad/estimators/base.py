@@ -33,6 +33,7 @@ from quietgrad.core.session.opening import Keeping, OpenRun, Terms, opened, reop
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.dates import bounds_in_days
 from quietgrad.estimators.predicting import predict_to
+from quietgrad.estimators.raw_frames import encode_raw_frame
 from quietgrad.estimators.runs import can_be_saved, fitted_attributes, to_run
 from quietgrad.estimators.summaries import CLIPPED_ERRORS, summary_of
 from quietgrad.estimators.validation import (
@@ -183,7 +184,7 @@ class PrivateModel(SpendsPrivacy):
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         if is_scan(X):
             raise DataError("X: is a scan, whose predictions may not fit in memory; use predict_to(scan, FILE).")
-        X = drop_person_column(X, self.person_column_)
+        X = encode_raw_frame(drop_person_column(X, self.person_column_), vars(self).get("_schema"))
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         X = X if self.features is None else self._mapped(X)
         limits = self.feature_range_

@@ -33,6 +33,7 @@ from quietgrad.core.session.objectives import (
     add_hessians,
 )
 from quietgrad.tables.full_batch import (
+    HESSIAN_NUMBERS,
     Block,
     PersonSum,
     RawCoefficients,
@@ -341,11 +342,11 @@ class LinearObjective(BaseObjective, ABC):
                 f"{type(self).__name__}: a summed Hessian is known for landscapes and one-score losses."
             )
         at, limit = lift(records, params), rounding_safe_clip(clip)
-        for block in blocks_of(records, batch.indices):
+        for block in blocks_of(records, batch.indices, numbers=HESSIAN_NUMBERS):
             scores = at.scores(block)
             bends = self._weighed(self.bends(scores, block.y, np.ones_like(scores)), block)
             rows = transformed_rows(records, block)
-            squares = np.einsum("ij,ij->i", rows, rows)[:, None]
+            squares = (rows * rows).sum(axis=1, keepdims=True)
             finite = np.isfinite(squares)
             if not finite.all():
                 rows = np.where(finite, rows, 0.0)  # not in place: a block may be the table; and 0·∞ is not 0

@@ -284,7 +284,7 @@ class BoxedSum:
         writer = self._writer(key)
         for data in parts.blocks(task):
             records = self.reading.prepare(data)
-            X = np.asarray(self.frame.apply(records.X), dtype=np.float32, order="F")
+            X = self.frame.rounded(records.X)
             y = self.frame.targets(records.y)
             if writer is not None:
                 writer.add((X.T, y))

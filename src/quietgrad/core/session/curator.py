@@ -150,7 +150,7 @@ class CentralCurator:
         self._check(plan)
         if plan.budget is not None and plan.delta_caution is not None and within is None:
             spent = "Nothing" if plan.counted is None else "Nothing but the private count of n"
-            advice = f"{spent} is charged yet; choose a δ well below 1/n."
+            advice = f"{spent} is charged yet; choose δ ≤ 1/(100 n)."
             warnings.warn(f"δ = {plan.budget.delta:g}: {plan.delta_caution}. {advice}", DeltaWarning, stacklevel=4)
         if plan.is_private and within is None:
             self.settle()
