@@ -249,7 +249,7 @@ def test_what_is_not_kept() -> None:
     interrupted()
     with pytest.raises(ValueError, match="leave seed out"):
         loop_of(seed=3)
-    with pytest.raises(DataError, match="a loop run"):
+    with pytest.raises(DataError, match="loop run"):
         qg.resume(folder="run", data=([[0.0]], [0.0]))
 
 

@@ -37,7 +37,7 @@ from quietgrad.torch.loops.wrappers import (
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.networks.trees import Called, Kwargs, PyTree
-from quietgrad.torch.networks.usable import LossFunction
+from quietgrad.torch.networks.usable import LossFunction, warn_of_divided_weights
 from quietgrad.torch.opacus_arguments import Accountant, read_opacus_arguments
 
 if TYPE_CHECKING:
@@ -142,8 +142,9 @@ def make_private(
         wrap_model: ``False`` makes the module itself private: it stays the same object, an instance of its class,
             and comes back in the model's place; its ``cleanup()`` makes it plain again.
         epochs: needed for a ledger, because what is spent is reserved beforehand.
-        loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls it
-            is made of, which is undone here, or ``"sum"``.
+        loss_reduction: whether the released sum of clipped gradients is divided by the public size of a sample
+            (``"mean"``) or not (``"sum"``). Without it the criterion's own reduction decides. Of a loss that the
+            loop makes of plain tensors, a mean over records is undone before clipping, unless it is ``"sum"``.
         sampling: as in :class:`quietgrad.torch.PrivateLoop`; Opacus' ``poisson_sampling=False`` is ``"turns"``.
         person, combine, records_per_person, pad: as in :func:`quietgrad.torch.fit`; batch_size counts people.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
@@ -153,6 +154,7 @@ def make_private(
     is_ghost = read_opacus_arguments(opacus)
     if is_ghost and criterion is None:
         criterion = nn.CrossEntropyLoss()
+    warn_of_divided_weights(criterion)
     if loss_reduction not in ("mean", "sum", None):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if not poisson_sampling and sampling != "poisson":
@@ -191,9 +193,8 @@ def make_private(
         active = terms.open(*asked, clip)
     loop = HandleLoop(
         active, terms, objective.engine, clip, objective=objective, warns=criterion is not None,
-        n_is_declared=terms.n_is_declared, model=shards,
+        n_is_declared=terms.n_is_declared, model=shards, reduction=loss_reduction,
     )  # fmt: skip
-    loop.mean = loss_reduction != "sum"
     private = PrivateModule(module, loop) if wrap_model else private_in_place(module, loop)
     made = private, made_private(optimizer, loop), PrivateLoader(given.loader, loop)
     if criterion is None:

@@ -30,7 +30,7 @@ from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.opening import OpenRun, Terms, opening
 from quietgrad.core.session.queries import ClippingRule, Query, check_clip
 from quietgrad.core.session.session import PendingRelease
-from quietgrad.core.session.statement import Privacy, privacy_statement
+from quietgrad.core.session.statement import N_TAKEN, SO_FAR, UNKEPT, Privacy, privacy_statement
 from quietgrad.methods.custom_loop import LoopReleases, LoopSampling
 from quietgrad.torch.loops.distributed import (
     SharedCurator,
@@ -46,7 +46,6 @@ CONDITION = (
     "if the loop's own code treats records apart: what the model gets in row k and its term of the loss come from "
     "record k alone, and nothing read from private batches decides what is trained or published (not checked)"
 )
-_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
 _NO_LIMIT = 1e9  # ε of a loop without a limit: Loop.privacy states what it costs so far
 _OPEN_END = 10**9  # steps of such a loop
 
@@ -158,7 +157,7 @@ class LoopTerms:
                     f"account {terms.account.name!r} has a cap, and a loop without an end has no cost to hold "
                     "against it; give epochs. Nothing was charged or released."
                 )
-            unkept = Account(terms.account.name, note="kept in no ledger: the loop has no planned end")
+            unkept = Account(terms.account.name, note=f"{UNKEPT}: the loop has no planned end (give epochs=)")
             terms = replace(terms, account=unkept)
         return terms if is_leader() else replace(terms, account=Account(terms.account.name))
 
@@ -265,10 +264,10 @@ class Loop:
         event = plan.event if plan.whole_only else plan.event_of({self._slot: 1} if nothing else counts)
         if self._times > 1:
             event = composed([plan.event] * self._times)
-        notes = () if self.n_is_declared else (_TAKEN,)
+        notes = () if self.n_is_declared else (N_TAKEN,)
         if self._spent is None and self.handed_out < plan.schedule.releases < _OPEN_END:
-            early = "a loop that ends early because of what it saw costs the whole plan"
-            notes = (*notes, f"{self.handed_out} of {plan.schedule.releases} planned steps so far; {early}")
+            early = f"a loop that ends early because of what it saw costs the whole plan, ε = {plan.epsilon():.4g}"
+            notes = (*notes, f"{self.handed_out} of {plan.schedule.releases} {SO_FAR}; {early}")
         spent = self._spent or SessionCost(event, counts, "", False)
         said = privacy_statement(self._session, spent, self.account, notes)
         return replace(said, epsilon=0.0, events=None) if nothing else said

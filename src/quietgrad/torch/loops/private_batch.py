@@ -406,7 +406,7 @@ def plain(value: PyTree) -> Any:
 def written_loss(sample: Sample, node: Node, reduction: str, losses: Callable[[], list[RecordBlock]]) -> LossHandle:
     """The loss of a sample that is written down; ``losses`` computes the records' own, for a conditional loop."""
     if reduction != "none":
-        sample.loop.mean = reduction == "mean"
+        sample.loop.follow_reduction(reduction)
     form = torch.zeros(1 if reduction == "none" else (), requires_grad=True)
     return LossHandle.written(sample, node, form, lambda: reduced(sample, losses(), reduction))
 
@@ -420,7 +420,7 @@ def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHan
     if reduction == "none":
         whole: Tensor = together(parts)
         return LossHandle.of(sample, parts, lambda: whole)
-    sample.loop.mean = reduction == "mean"
+    sample.loop.follow_reduction(reduction)
     losses = torch.cat([part.values for part in parts])
     value: Tensor = applied(_Reduced, losses, reduction == "mean")
     return LossHandle.of(sample, [RecordBlock(np.arange(0), value)], lambda: value)

@@ -7,6 +7,7 @@ loss(model, *record)      with the model itself; loss(model, **record) or loss(m
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,22 @@ class RecordLoss:
         if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
             inputs = list(inputs[0])
         return self.loss(self.module(*inputs), target)
+
+
+def warn_of_divided_weights(loss: object) -> None:
+    """Warn of class weights that have no effect: a mean over one record's label divides its weight out again.
+
+    >>> warn_of_divided_weights(nn.CrossEntropyLoss(weight=torch.ones(2), reduction="sum"))
+    """
+    divides = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
+    if divides and loss.weight is not None:  # type: ignore[union-attr]
+        warnings.warn(
+            f"{type(loss).__name__}(weight=...): torch's mean divides by the weights of the batch, which is one "
+            "record here, so a record with one label loses its weight. Write reduction='sum' (with make_private "
+            "also loss_reduction='mean'): a record then counts by its class's weight, and sums are divided by the "
+            "public size of a sample.",
+            stacklevel=4,
+        )
 
 
 @contextmanager
