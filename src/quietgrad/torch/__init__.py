@@ -18,6 +18,16 @@ from quietgrad.torch.tested_versions import require_tested
 require_tested(torch.__version__)
 
 from quietgrad.methods.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
+from quietgrad.methods.epoch_schedules import (
+    ExponentialGradClip,
+    ExponentialNoise,
+    LambdaGradClip,
+    LambdaNoise,
+    StepGradClip,
+    StepNoise,
+    TableGradClip,
+    TableNoise,
+)
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum, explain
 from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, ModuleValidator, causal_lm_loss
 from quietgrad.torch.loops.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -46,6 +56,14 @@ __all__ = [
     "DPGRU",
     "DPRNN",
     "DPMultiheadAttention",
+    "ExponentialNoise",
+    "StepNoise",
+    "LambdaNoise",
+    "TableNoise",
+    "ExponentialGradClip",
+    "StepGradClip",
+    "LambdaGradClip",
+    "TableGradClip",
     "clipped_gradient_sum",
     "clipped_difference_sum",
     "causal_lm_loss",

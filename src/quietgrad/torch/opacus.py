@@ -19,6 +19,7 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import SettingError
 from quietgrad.core.session.clipping import Clipping, PerLayer, read_clipping
 from quietgrad.methods.custom_loop import LoopSampling
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
 from quietgrad.torch.layers import ModuleValidator
 from quietgrad.torch.loops.base import LoopTerms, finite_clip
@@ -98,6 +99,8 @@ def make_private(
     transform: Callable[[PyTree], PyTree] | None = None,
     pad: int | Multiple | Padding | None = None,
     clipping: str | Clipping = "flat",
+    noise_schedule: NoiseSchedule | None = None,
+    clip_schedule: ClipSchedule | None = None,
     epochs: int | None = None,
     target_epsilon: float | None = None,
     target_delta: float = 1e-5,
@@ -139,6 +142,9 @@ def make_private(
             with batches of one.
         clipping: ``"flat"`` over all parameters, ``"automatic"``, ``"per_layer"``, or a rule, as in
             :class:`quietgrad.DPSGD`.
+        noise_schedule: what the noise multiplier is multiplied by in each epoch, such as
+            ``qt.ExponentialNoise(gamma=0.97)``: part of the plan, and priced with it before the first step.
+        clip_schedule: likewise of C, such as ``qt.StepGradClip(step_size=5, gamma=0.5)``. It changes no ε.
         wrap_model: ``False`` makes the module itself private: it stays the same object, an instance of its class,
             and comes back in the model's place; its ``cleanup()`` makes it plain again.
         epochs: needed for a ledger, because what is spent is reserved beforehand.
@@ -182,7 +188,7 @@ def make_private(
     objective.keeps_frozen = not shards.in_shards
     objective.engine.parameter_groups(rule)
     terms = LoopTerms(
-        clipping=rule,
+        clipping=rule, noise_schedule=noise_schedule, clip_schedule=clip_schedule,
         batch_size=given.batch_size, epsilon=target_epsilon, delta=target_delta, relation=relation,
         noise_multiplier=noise_multiplier, epochs=epochs, sampling=sampling if poisson_sampling else "turns",
         drop_last=given.drop_last, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,

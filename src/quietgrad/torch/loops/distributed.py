@@ -220,11 +220,15 @@ class SharedSession(CentralSession):
 
     def _take_leaders_sample(self, drawn: PendingRelease) -> None:
         """Hold the share of the sample that the leader draws."""
-        whole = super()._batch(drawn) if is_leader() else None
-        number, indices, key = _told(None if whole is None else (drawn.number, whole.indices, whole.key))
-        if number != drawn.number:
+        whole, place = super()._batch(drawn) if is_leader() else None, self._place(drawn)
+        leaders, indices, key = _told(None if whole is None else (place, whole.indices, whole.key))
+        if leaders != place:
             raise BudgetError(_OTHER_SAMPLES)
         self._batches[drawn] = self.share(Batch(self._records, indices, key))
+
+    def _place(self, drawn: PendingRelease) -> int:
+        """A release's own number among those of all slots."""
+        return self.plan.schedule.place_of(drawn.slot, drawn.number)
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Tensor:
         """The noisy sum of the slot's next sample, over all shares."""
@@ -264,7 +268,7 @@ class SharedSession(CentralSession):
         """The exact sum of a sample over all processes; it leaves them with noise alone."""
         # Behind the sum: whether a share failed, and of which sample it is.
         share = torch.zeros(query.dim(self._records) + 3, dtype=torch.float64, device=self._device)
-        sums, place = share[:-3], float(drawn.number)
+        sums, place = share[:-3], float(self._place(drawn))
         failed: BaseException | None = None
         try:
             if self.leader_draws:

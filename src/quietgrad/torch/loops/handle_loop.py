@@ -381,7 +381,7 @@ class HandleLoop(Loop):
             drawn, pieces = self._drawn, self._pieces
             self._drawn, self._pieces, self.sample = None, [], None
             self._waiting = True
-            self.release(drawn, SampleQuery(self.objective, pieces, self.rule, self._examples))
+            self.release(drawn, SampleQuery(self.objective, pieces, self.rule_of(drawn), self._examples))
         return True
 
     def let_go_of_tensors(self) -> None:

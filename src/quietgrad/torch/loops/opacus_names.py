@@ -57,12 +57,12 @@ class OpacusOptimizer(Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise ÷ C. It cannot be set: noise that is chosen on the way may follow what was seen."""
-        return self._loop.plan.noise_multiplier
+        """Noise ÷ C of the step in hand. It cannot be set: noise chosen on the way may follow what was seen."""
+        return self._loop.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:
-        """C, which cannot be set either."""
+        """C of the step in hand, which cannot be set either."""
         return self._loop.clip
 
     @property
