@@ -28,7 +28,7 @@ _Kind = TypeVar("_Kind", bound="EpochSchedule")
 
 
 class EpochSchedule(ABC):
-    """Base of schedules: a finite factor > 0 for each epoch 0, 1, …"""
+    """Base of schedules: a finite factor > 0 for each epoch, which are numbered from 0."""
 
     argument: ClassVar[str]
     """The argument that takes it."""
@@ -41,9 +41,6 @@ class EpochSchedule(ABC):
                 f"its schedule is given beforehand: make_private(…, epochs=…, {cls.argument}={cls.__name__}(…))."
             )
         return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @abstractmethod
     def factor(self, epoch: int) -> float:
@@ -67,7 +64,10 @@ class EpochSchedule(ABC):
         return made
 
     def _checked(self, epoch: int) -> float:
-        value = self.factor(epoch)
+        try:
+            value = self.factor(epoch)
+        except OverflowError:
+            value = math.inf
         number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
         if not 0.0 < number < math.inf:
             raise SettingError(f"{self.argument}: the factor of epoch {epoch} must be a finite number > 0.")
@@ -110,6 +110,9 @@ class ClipSchedule(EpochSchedule):
 class _Exponential:
     gamma: Positive
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def factor(self, epoch: int) -> float:
         return float(self.gamma**epoch)
 
@@ -118,6 +121,9 @@ class _Exponential:
 class _Steps:
     step_size: Count
     gamma: Positive
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def factor(self, epoch: int) -> float:
         return float(self.gamma ** (epoch // self.step_size))
