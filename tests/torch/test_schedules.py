@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import quietgrad_verify
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import ComposedDpEvent, SelfComposedDpEvent
@@ -20,11 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
+import quietgrad_verify
 from quietgrad.assurance.certificates import check, issue
 from quietgrad.core.errors import BudgetError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.methods.epoch_schedules import NoiseSchedule, read_schedule
+from quietgrad.methods.oracles.base import Estimate
 from quietgrad.methods.registry import entry
 from tests.torch.loops import network, table
 
@@ -38,8 +39,13 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def verbs(model: nn.Module, data: Any = None, **settings: Any) -> Any:
-    settings = {"max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss(), "n_public": 60, "epochs": 3} | settings
+def verbs(model: nn.Module, data: Any = None, **given: Any) -> Any:
+    settings: dict[str, Any] = {
+        "max_grad_norm": 1.0,
+        "criterion": nn.CrossEntropyLoss(),
+        "n_public": 60,
+        "epochs": 3,
+    } | given
     settings.setdefault("noise_multiplier", None if "target_epsilon" in settings else 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loader = DataLoader(data or table(), batch_size=settings.pop("batch_size", 15))
@@ -161,8 +167,8 @@ def test_an_engine_adds_up_the_stretches_and_lists_them() -> None:
     model = network()
     made = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, n_public=60,
-        data_loader=DataLoader(table(), batch_size=15), max_grad_norm=1.0, criterion=nn.CrossEntropyLoss(), epochs=2,
-        noise_schedule=HALVES,
+        data_loader=DataLoader(table(), batch_size=15), max_grad_norm=1.0, criterion=nn.CrossEntropyLoss(),
+        epochs=2, noise_schedule=HALVES,
     )  # fmt: skip
     assert engine.accountant.history == []
     for x, y in made[2]:
@@ -191,7 +197,10 @@ def test_a_certificate_proves_a_schedule_and_the_independent_verifier_agrees(cou
     verdict = quietgrad_verify.check(quietgrad_verify.read("certificate.json"))
     assert verdict.ok
     # One that leaves the louder stretches out of its plan is refuted.
-    body = {**certificate.body, "plan": {**certificate.body["plan"], "slots": certificate.body["plan"]["slots"][:1]}}
+    body = {
+        **certificate.body,
+        "plan": {**certificate.body["plan"], "slots": certificate.body["plan"]["slots"][:1]},
+    }
     assert not check(replace(certificate, body=body)).ok
 
 
@@ -230,9 +239,6 @@ def test_bounds_of_an_algorithms_epochs() -> None:
 
     oracle = qg.DPSGD(steps=5, batch_size=30, noise_schedule=HALVES, clip_schedule=DOUBLES).oracle()
     session: Any = Session()
-    state = None
-    from quietgrad.methods.oracles.base import Estimate
-
     state = Estimate()
     for _ in range(5):
         state = oracle.estimate(state, np.zeros(2), session)
@@ -241,26 +247,31 @@ def test_bounds_of_an_algorithms_epochs() -> None:
     assert bounds == (1.0, 1.0, 2.0, 2.0, 4.0)
 
 
+STEPS: Any = qt.StepNoise
+CLIPS: Any = qt.LambdaGradClip
+NONE = qt.LambdaNoise(noise_lambda=lambda epoch: 0.0)
+SLOW, ONES = qt.ExponentialNoise(gamma=0.999), qt.LambdaNoise(noise_lambda=lambda epoch: 1.0)
+ONCE: dict[str, Any] = {"noise": "correlated", "sampling": "single-pass"}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "without an end": (lambda: verbs(network(), epochs=None, noise_schedule=HALVES), "noise_schedule: is part of the plan"),
+    "without an end": (lambda: verbs(network(), epochs=None, noise_schedule=HALVES), "noise_schedule: is part of"),
     "the other kind": (lambda: verbs(network(), clip_schedule=HALVES), "clip_schedule=StepNoise: must be None or"),
     "not a schedule": (lambda: verbs(network(), noise_schedule=0.5), "noise_schedule=0.5: must be None or"),
-    "Opacus' call": (lambda: qt.StepNoise(object(), step_size=1, gamma=0.5), "takes no optimizer and no last_epoch"),  # type: ignore[call-arg]
-    "last_epoch": (lambda: qt.LambdaGradClip(scheduler_function=abs, last_epoch=3), "clip_schedule=LambdaGradClip"),  # type: ignore[call-arg]
+    "Opacus' call": (lambda: STEPS(object(), gamma=0.5), "takes no optimizer and no last_epoch"),
+    "last_epoch": (lambda: CLIPS(scheduler_function=abs, last_epoch=3), "clip_schedule=LambdaGradClip"),
     "stepped": (HALVES.step, "the run follows it by itself"),
     "read": (HALVES.get_noise_multiplier, "optimizer.noise_multiplier is that of the step"),
     "negative": (lambda: qt.ExponentialNoise(gamma=-1.0), "gamma"),
-    "zero": (lambda: verbs(network(), noise_schedule=qt.LambdaNoise(noise_lambda=lambda e: 0.0)), "epoch 0 must be a"),
-    "no number": (lambda: verbs(network(), clip_schedule=qt.TableGradClip(factors=[True])), "epoch 0 must be a finite"),
-    "overflow": (lambda: verbs(network(), clip_schedule=qt.StepGradClip(step_size=1, gamma=1e200)), "epoch 2 must be"),
-    "beyond clips": (lambda: verbs(network(), clip_schedule=qt.TableGradClip(factors=[1.0, 1e-30])), "max_grad_norm"),
+    "zero": (lambda: verbs(network(), noise_schedule=NONE), "epoch 0 must be a finite number > 0"),
+    "no number": (lambda: verbs(network(), clip_schedule=qt.TableGradClip(factors=[True])), "epoch 0 must be a"),
+    "overflow": (lambda: verbs(network(), clip_schedule=qt.ExponentialGradClip(gamma=1e200)), "epoch 2 must be"),
+    "beyond": (lambda: verbs(network(), clip_schedule=qt.TableGradClip(factors=[1.0, 1e-30])), "max_grad_norm"),
     "empty": (lambda: qt.TableNoise(factors=()), "factors"),
-    "many levels": (lambda: verbs(network(), epochs=300, noise_schedule=qt.ExponentialNoise(gamma=0.999)), "300 levels"),
-    "correlated": (lambda: qg.DPSGD(noise="correlated", sampling="single-pass", noise_schedule=HALVES), "correlated"),
+    "many levels": (lambda: verbs(network(), epochs=300, noise_schedule=SLOW), "300 levels"),
+    "correlated": (lambda: qg.DPSGD(**ONCE, noise_schedule=HALVES), "correlated"),
     "random": (lambda: qg.DPSGD(returns="random", clip_schedule=DOUBLES), "random number of steps"),
     "Adam's noise": (lambda: qg.DPAdam(subtract_noise=True, clip_schedule=DOUBLES), "subtract_noise"),
-    "a function": (lambda: qg.DPSGD(noise_schedule=qt.LambdaNoise(noise_lambda=lambda e: 1.0)), r"TableNoise\(factors"),
-}  # fmt: skip
+    "a function": (lambda: qg.DPSGD(noise_schedule=ONES), r"TableNoise\(factors"),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

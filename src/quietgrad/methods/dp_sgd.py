@@ -157,8 +157,9 @@ class DPAdam(FirstOrder):
     Args:
         subtract_noise: take Φ out of the second moment.
         floor: the least that is left of it, in units of Φ.
-        clipping, sampling, cohorts, noise, noise_schedule, clip_schedule: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`. Correlated noise is
-            louder in each single release, which is what the second moment sees; larger learning rates suit it.
+        clipping, sampling, cohorts, noise, noise_schedule, clip_schedule: as in
+            :class:`~quietgrad.methods.dp_sgd.DPSGD`. Correlated noise is louder in each single release, which is
+            what the second moment sees; larger learning rates suit it.
 
     >>> DPAdam(steps=10, batch_size=20).schedule(100).releases
     10
@@ -186,7 +187,9 @@ class DPAdam(FirstOrder):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.subtract_noise and (self.noise_schedule is not None or self.clip_schedule is not None):
-            raise SettingError("{subtract_noise}: a schedule changes the noise that it takes out.", subtract_noise=True)
+            raise SettingError(
+                "{subtract_noise}: a schedule changes the noise that it takes out.", subtract_noise=True
+            )
 
     def step(self, state: State, session: Session) -> State:
         if self.subtract_noise and "noise" not in state.memo:

@@ -11,8 +11,7 @@ given to the run, because its whole cost is charged before its first release.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
@@ -27,7 +26,7 @@ _MOST_LEVELS = 256  # slots of a plan that a certificate may hold
 _Kind = TypeVar("_Kind", bound="EpochSchedule")
 
 
-class EpochSchedule(ABC):
+class EpochSchedule:
     """Base of schedules: a finite factor > 0 for each epoch, which are numbered from 0."""
 
     argument: ClassVar[str]
@@ -42,9 +41,9 @@ class EpochSchedule(ABC):
             )
         return super().__new__(cls)
 
-    @abstractmethod
     def factor(self, epoch: int) -> float:
         """The factor of an epoch."""
+        raise NotImplementedError
 
     def stretches(self, steps: int, epoch_length: int) -> Stretches:
         """The factors of ``steps`` steps; neighbouring epochs of one factor are one stretch.
@@ -131,7 +130,7 @@ class _Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    factors: tuple[float, ...]
+    factors: Sequence[float]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
@@ -214,15 +213,16 @@ def read_schedule(given: object, kind: type[_Kind]) -> _Kind | None:
     >>> read_schedule({"schedule": "StepNoise", "step_size": 2, "gamma": 0.9}, NoiseSchedule)
     StepNoise(step_size=2, gamma=0.9)
     """
-    if given is None or given == "none" or isinstance(given, kind):
-        return None if given == "none" else given
+    if given is None or given == "none":
+        return None
+    if isinstance(given, kind):
+        return given
     if isinstance(given, Mapping):
         numbers = dict(given)
         made = _KINDS.get(str(numbers.pop("schedule", None)))
         if made is not None and issubclass(made, kind):
-            if issubclass(made, _Table):
-                return made(factors=tuple(numbers["factors"]))
-            built: _Kind = build_dataclass(f"schedule {made.__name__}", made, numbers)
+            ready = {"factors": numbers.pop("factors")} if "factors" in numbers else {}
+            built: _Kind = build_dataclass(f"schedule {made.__name__}", made, numbers, ready=ready)
             return built
     known = ", ".join(name for name, each in _KINDS.items() if issubclass(each, kind))
     what = type(given).__name__ if isinstance(given, EpochSchedule) else repr(given)

@@ -106,7 +106,10 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.48, learning_rate=1.0, **_SGD),
         _row(0.50, learning_rate="cosine:1.0", momentum=0.9, momentum_kind="ema", **_SGD),
         _row(
-            0.50, learning_rate=1.0, **_SGD, noise_schedule={"schedule": "StepNoise", "step_size": 4, "gamma": 0.8},
+            0.50,
+            learning_rate=1.0,
+            **_SGD,
+            noise_schedule={"schedule": "StepNoise", "step_size": 4, "gamma": 0.8},
             clip_schedule={"schedule": "ExponentialGradClip", "gamma": 0.9},
         ),
         _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),

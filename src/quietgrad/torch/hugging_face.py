@@ -421,9 +421,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             f"clipping: {loop.clipping.kind}",
             f"- steps: {loop.handed_out}; expected records in a step: {loop.expected_batch:g}",
         ]  # fmt: skip
-        for name in ("noise_schedule", "clip_schedule"):
-            if (schedule := self._privacy.get(name)) is not None:
-                lines.append(f"- {name}: {schedule}, of epochs")
+        schedules = {name: self._privacy.get(name) for name in ("noise_schedule", "clip_schedule")}
+        lines += [f"- {name}: {each}, of epochs" for name, each in schedules.items() if each is not None]
         if self._earlier and stated.epsilon is not None:
             delta = loop.plan.budget.delta if loop.plan.budget is not None else 1e-5
             count = len(self._earlier) + 1

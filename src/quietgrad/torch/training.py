@@ -262,8 +262,9 @@ def _how_it_was_read(folder: str | Path) -> tuple[int, Relation]:
 
 
 _HAVE = {
-    "clipping": "clipping rule of its own. Leave clipping out, or use a method that has one, such as DPSGD, DPAdam or "
-    "DPSRM.",
+    "clipping": (
+        "clipping rule of its own. Leave clipping out, or use one that has it, such as DPSGD, DPAdam or DPSRM."
+    ),
     "noise_schedule": "schedule of its noise. Leave noise_schedule out, or use DPSGD or DPAdam.",
     "clip_schedule": "schedule of its clip. Leave clip_schedule out, or use DPSGD or DPAdam.",
 }

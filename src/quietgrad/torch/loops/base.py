@@ -215,7 +215,9 @@ class Loop:
         self.total = plan.schedule.releases  # samples it may have
         self.mean = True  # whether the gradient is divided by the public size of a sample
         self._session: CentralSession = active.session
-        self.expected_batch = float(self._session.expected_batch(plan.schedule.slots[0].name))  # public; sums are divided by it
+        self.expected_batch = float(
+            self._session.expected_batch(plan.schedule.slots[0].name)
+        )  # public; sums are divided by it
         self.handed_out = sum(self._session.used.values())  # samples that the loop has had
         self._spent: SessionCost | None = None
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}

@@ -111,8 +111,9 @@ def warn_of_divided_weights(loss: object) -> None:
 
     >>> warn_of_divided_weights(nn.CrossEntropyLoss(weight=torch.ones(2), reduction="sum"))
     """
-    divides = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
-    if divides and loss.weight is not None:  # type: ignore[union-attr]
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    if loss.reduction == "mean" and loss.weight is not None:
         warnings.warn(
             f"{type(loss).__name__}(weight=...): torch's mean divides by the weights of the batch, which is one "
             "record here, so a record with one label loses its weight. Write reduction='sum' (with make_private "
