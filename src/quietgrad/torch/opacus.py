@@ -39,6 +39,7 @@ from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.networks.trees import Called, Kwargs, PyTree
 from quietgrad.torch.networks.usable import LossFunction, warn_of_divided_weights
+from quietgrad.torch.opacus_accounting import check_mechanism
 from quietgrad.torch.opacus_arguments import Accountant, read_opacus_arguments
 
 if TYPE_CHECKING:
@@ -237,12 +238,12 @@ class PrivacyEngine:
     """
 
     def __init__(self, accountant: str = "prv", secure_mode: bool = True) -> None:
-        if accountant not in ("prv", "rdp"):
-            why = (
-                "a central limit, which is no upper bound on what is spent" if accountant == "gdp" else "not known"
-            )
-            raise SettingError(f"{{accountant}}: {why}; use 'prv' or 'rdp'.", accountant=accountant)
-        self.accountant = Accountant(accountant)
+        self.accountant = Accountant(check_mechanism(accountant))
+        self.secure_mode = True
+        """Noise is always cryptographic."""
+        self.secure_rng = None
+        self.dataset: object = None
+        """The data set of the loop that was made last."""
 
     def make_private(self, **settings: Any) -> Any:
         """See :func:`quietgrad.torch.make_private`.
@@ -307,5 +308,7 @@ class PrivacyEngine:
 
     def _keep(self, make: Called, settings: Kwargs) -> Any:
         made = make(**settings)
-        self.accountant.loops.append(next(each for each in made if isinstance(each, PrivateLoader)).loop)
+        loader = next(each for each in made if isinstance(each, PrivateLoader))
+        self.accountant.loops.append(loader.loop)
+        self.dataset = loader.dataset
         return made
