@@ -34,6 +34,7 @@ from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_l
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import bytes_of
+from quietgrad.torch.networks.usable import uncompiled
 
 _LEADER = 0
 
@@ -188,9 +189,10 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, without what adds up its gradients over processes."""
+    """The module itself, as it was written, without what adds up its gradients over processes."""
+    module = uncompiled(module)
     while isinstance(module, DifferentiallyPrivateDistributedDataParallel | nn.parallel.DistributedDataParallel):
-        module = module.module
+        module = uncompiled(module.module)
     return module
 
 

@@ -34,7 +34,7 @@ from quietgrad.torch.networks.records import (
     examples_of,
 )
 from quietgrad.torch.networks.trees import ModuleState, mapped, name_of
-from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept, warn_of_divided_weights
+from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept, uncompiled, warn_of_divided_weights
 from quietgrad.torch.networks.vectors import UnitAssignment
 
 _MOST_AT_ONCE = 1024  # examples per pass unless micro_batch says otherwise
@@ -257,7 +257,7 @@ def objective(
     (torch.Size([8]), True)
     """
     return ModuleObjective(
-        module, loss, pad=pad, regularizer=regularizer, collate_fn=collate_fn, micro_batch=micro_batch,
+        uncompiled(module), loss, pad=pad, regularizer=regularizer, collate_fn=collate_fn, micro_batch=micro_batch,
         memory_budget=memory_budget, views=views,
     )  # fmt: skip
 

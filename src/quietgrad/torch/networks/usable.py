@@ -7,6 +7,7 @@ loss(model, *record)      with the model itself; loss(model, **record) or loss(m
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from quietgrad.core.errors import DataError
 from quietgrad.torch.networks.trees import PyTree
+
+log = logging.getLogger("quietgrad")
 
 LossFunction = Callable[..., Tensor]
 Errors = Literal["zero", "raise"]  # what an exception of model or loss on one record does
@@ -82,7 +85,9 @@ class RecordLoss:
         if self._of_model:
             if named:
                 return self.loss(self.module, record) if self._whole else self.loss(self.module, **record)
-            return self.loss(self.module, *(record if isinstance(record, tuple | list) else (record,)))
+            # loss(model, batch) takes a record of several parts whole.
+            several = isinstance(record, tuple | list) and not (self._whole and len(record) > 1)
+            return self.loss(self.module, *(record if several else (record,)))
         if named:
             named_inputs = dict(record)
             name = next((name for name in _TARGETS if name in named_inputs), None)
@@ -137,6 +142,34 @@ def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module as it was written: ``torch.compile`` is taken off it and its layers, and a line of the log says so.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 2))
+    >>> layers[0].compile()
+    >>> uncompiled(layers)[0]._compiled_call_impl is None
+    True
+    """
+    made_plain = []
+    while "_orig_mod" in module._modules:
+        module, made_plain = module._modules["_orig_mod"], ["the module"]  # type: ignore[assignment]
+    for name, layer in list(module.named_modules()):
+        if layer._compiled_call_impl is not None:
+            layer._compiled_call_impl = None
+            made_plain.append(f"layer {name!r}" if name else "the module")
+        for child, held in list(layer._modules.items()):
+            while held is not None and "_orig_mod" in held._modules:
+                held = layer._modules[child] = held._modules["_orig_mod"]
+                made_plain.append(f"layer {f'{name}.{child}'.lstrip('.')!r}")
+    if made_plain:
+        log.warning(
+            "torch.compile was taken off %s: records' gradients are made of its layers as they were written. "
+            "Compile the trained module again to predict with it.",
+            ", ".join(dict.fromkeys(made_plain)),
+        )
+    return module
 
 
 def refuse_unusable_modules(module: nn.Module) -> None:
