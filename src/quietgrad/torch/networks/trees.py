@@ -93,13 +93,16 @@ def parts_of(value: PyTree) -> dict[str, Any] | None:
     >>> parts_of(SimpleNamespace(y=1, x=2)), parts_of(3)
     ({'x': 2, 'y': 1}, None)
     """
-    fields = {}
+    cls: Any = type(value)
+    fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    elif not _is_plain(type(value)):
+        if isinstance(value, nn.Module):
+            return fields
+    elif not _is_plain(cls):
         return None
     held = {**getattr(value, "__dict__", {})}
-    held |= {slot.__name__: getattr(value, slot.__name__) for slot in slots_of(type(value)) if _has(value, slot)}
+    held |= {slot.__name__: getattr(value, slot.__name__) for slot in slots_of(cls) if _has(value, slot)}
     # Attributes have a fixed order, whatever the one in which they were set.
     return fields | {name: held[name] for name in sorted(held) if name not in fields}
 
@@ -114,11 +117,8 @@ def outline(value: PyTree, leaf: Callable[[Any], Any] = lambda _: None, above: t
         items = value.items() if isinstance(value, dict | UserDict) else enumerate(value)
         beside = {name: held for name, held in getattr(value, "__dict__", {}).items() if name != "data"}
         made = tuple((key, outline(item, leaf, above)) for key, item in items)
-        return (
-            type(value),
-            made,
-            leaf(beside) if beside else None,
-        )  # attributes of a subclass are not among its parts
+        # Attributes of a subclass are not among its parts.
+        return type(value), made, leaf(beside) if beside else None
     if id(value) in above:
         return "itself"
     parts = parts_of(value)

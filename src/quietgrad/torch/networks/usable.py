@@ -145,7 +145,7 @@ def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module as it was written: ``torch.compile`` is taken off it and its layers, and a line of the log says so.
+    """The module as it was written: ``torch.compile`` is taken off it, and a line of the log says so.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2))
     >>> layers[0].compile()
