@@ -21,6 +21,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+smartquotes = False  # it would print "--option" with a dash of another kind
 html_theme = "furo"
 html_title = "quietgrad"
 html_static_path = ["_static"]

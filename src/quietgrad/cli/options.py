@@ -23,7 +23,7 @@ Rows = Sequence[tuple[str, str]]
 Json = Annotated[bool, Option("--json", help="Print JSON for a program to read.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress bar.")]
 Explain = Annotated[bool, Option("--explain", help="Say in one line what ε and δ mean.")]
-Delta = Annotated[float, Option(help="Privacy budget δ: well below 1/n.")]
+Delta = Annotated[float, Option(help="Privacy budget δ: at most 1/(100 n).")]
 RelationName = Annotated[
     str, Option("--relation", help="Neighbouring relation: add-remove (one record more or less) or replace-one.")
 ]
