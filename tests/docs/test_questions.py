@@ -1,4 +1,4 @@
-"""docs/questions.md: what each row names is in the section that it links to, and README and front page link to the page."""
+"""docs/questions.md: what each row names is in the section it links to; README and front page link to the page."""
 
 from __future__ import annotations
 

@@ -110,6 +110,11 @@ def conclude(spec: RunSpec, out: Path, data: Dataset, result: Result, unscored: 
     if spec.schema is not None:  # public facts, so that a report can show features in their own units
         schema = read_schema(out / f"schema{Path(spec.schema).suffix}")
         details["declared_bounds"] = {name: list(pair) for name, pair in schema.declared_bounds.items()}
+        details["flags"] = list(schema.flags)
+    if data.feature_names is not None:
+        details["feature_names"] = list(data.feature_names)
+    if data.row_bound is not None:
+        details["declared_row_bound"] = data.row_bound
     result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
     score: PrivateScore | str | None = None
     if spec.scores_privately:

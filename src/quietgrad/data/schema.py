@@ -97,6 +97,21 @@ class Schema:
         return {name: kind.bounds for name, kind in numbers.items() if kind.bounds and not kind.log}
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """Features that are 0 or 1 by their kind: categories, yes/no, parts of dates, and flags of gaps.
+
+        >>> read_schema({
+        ...     "label": {"column": "rich", "classes": ["no", "yes"]},
+        ...     "columns": {"age": {"bounds": [0, 100], "missing": "indicator"}, "sex": {"categories": ["F", "M"]}},
+        ... }).flags
+        ('age missing', 'sex=F', 'sex=M')
+        """
+        pairs = [(column, kind, name) for column, kind in self.columns.items() for name in kind.names(column)]
+        return tuple(
+            name for column, kind, name in pairs if kind.zero_one or name not in (column, f"{column} days")
+        )
+
+    @property
     def feature_names(self) -> tuple[str, ...]:
         return tuple(n for column, kind in self.columns.items() for n in kind.names(column))
 
