@@ -117,8 +117,8 @@ _UNIT = {
         "One person is one record. A person with k records is protected only at the k-fold group level."
     ),
     PrivacyUnit.PERSON: (
-        "The ids that were given say which records are one person's. A person with several ids is protected as each "
-        "of them."
+        "The ids that were given say which records are one person's. A person with several ids is protected as "
+        "each of them."
     ),
     PrivacyUnit.PARTY: (
         "One party is a member with all that it holds. The list of members is public. A person whose data "
