@@ -205,9 +205,9 @@ resume_app = typer.Typer(add_completion=False)
 def resume_command(
     folder: Annotated[Path, Argument(help="The --out folder of the interrupted run.", show_default=False)],
     data: Annotated[
-        str | None, Option(help="The run's address again, with its login: no file keeps it.", parser=public)
+        str | None, Option(help="Address of the data with its login, which no file keeps.", parser=public)
     ] = None,
-    test: Annotated[str | None, Option(help="The address of its --test again, likewise.", parser=public)] = None,
+    test: Annotated[str | None, Option(help="Address of the --test data with its login.", parser=public)] = None,
     quiet: Quiet = False,
     explain: Explain = False,
     as_json: Json = False,

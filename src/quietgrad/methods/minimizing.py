@@ -285,8 +285,7 @@ def resume(
         objective, data = _of_units(objective, data, person, party, rule)
         if counting(objective) != settings["people"]:
             raise DataError(
-                f"{saved_run.folder}: the run counted its people otherwise; resume it with the same person= "
-                "or party=."
+                f"{saved_run.folder}: the run was started with another person= or party=; resume it with the same."
             )
         if settings["objective"] is not None:
             saved_run.agree("objective", facts_of(objective), settings["objective"])
@@ -340,7 +339,7 @@ def check_people(algorithm: Algorithm, objective: object) -> None:
         return
     if not objective.rule.is_mean_of_all:
         raise PersonRefused(
-            f"{algorithm.name}: what it asks is bounded for the mean of all of a person's records only: leave out "
+            f"{algorithm.name}: its query is bounded for the mean of all of a person's records only. Leave out "
             "combine and records_per_person, or use a method that clips."
         )
 

@@ -118,7 +118,7 @@ def parse(content: bytes, name: str) -> PrivacyCertificate:
     with boundary(f"{name}: was altered: it holds a number or a text that no certificate has."):
         spelt = canonical(value) + b"\n"
     if spelt != content:
-        raise DataError(f"{name}: was altered: it is not spelt as certificates are (keys, numbers or spaces).")
+        raise DataError(f"{name}: was altered: it is not in canonical form (keys, numbers or spaces).")
     if (
         set(value) != _PARTS
         or not isinstance(value["body"], dict)

@@ -187,8 +187,8 @@ class Ledger:
                 if counts == held.counts:
                     return counts
                 raise LedgerError(
-                    f"{self.path}: reservation {reservation_id!r} is already closed and booked otherwise; "
-                    "what is booked is not changed."
+                    f"{self.path}: reservation {reservation_id!r} is already closed with another cost; a closed "
+                    "entry does not change."
                 )
             left = None if counts == reserved else counts.to_json()
             outcome = {"reason": reason, "data_dependent": data_dependent, "gives_back_all_but": left}

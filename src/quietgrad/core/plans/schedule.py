@@ -73,8 +73,8 @@ class Plan:
             self.with_count(self.schedule.event(1.0, self.budget.relation))
         if self.budget is not None and self.schedule != self.schedule.under(self.budget.relation):
             raise ValueError(
-                f"plan: its samples are drawn for neighbours of another relation than {self.budget.relation}; make "
-                "the schedule for it, by schedule.under(relation)."
+                f"plan: the schedule is for another relation than {self.budget.relation}; use "
+                "schedule.under(relation)."
             )
 
     @property
