@@ -59,3 +59,22 @@ def test_the_page_is_one_click_from_the_readme_and_from_the_front_page() -> None
     assert len(ROWS) >= 20
     assert "](docs/questions.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert "](questions.md)" in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("room", ["core", "tables", "torch/networks"])
+def test_the_size_of_what_must_be_trusted(room: str) -> None:
+    """The page of the architecture is right to a tenth."""
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    stated = re.search(rf"`{room}/` \(([\d ]+)( lines)?\)", page)
+    assert stated is not None
+    files = (ROOT / "src" / "quietgrad" / room).rglob("*.py")
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert int(stated[1].replace(" ", "")) == pytest.approx(lines, rel=0.1)
+
+
+def test_every_recipe_that_the_architecture_names_exists() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    recipes = re.findall(r"Recipe: ([\w ]+?) \|", page)
+    heads = re.findall(r"^### ([^:\n]+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(recipes) >= 6
+    assert set(recipes) <= set(heads)
