@@ -27,7 +27,7 @@ Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 
 @dataclass(frozen=True)
 class Schema:
-    """How a table becomes features and labels.
+    """The mapping of a table's columns to features and labels.
 
     Columns that are not listed are left out.
 

@@ -46,7 +46,7 @@ _REDRAWS = 200
 
 @dataclass(frozen=True)
 class Description:
-    """A private description of a table; errors are standard errors of the noise.
+    """A private description of a table, with standard errors of the noise.
 
     Statistics of a number are of its values cut to [``cut_low``, ``cut_high``]; ``range`` says whether that was
     declared or found privately. Where it is "hidden", no range stands out of the noise and nothing is said of the

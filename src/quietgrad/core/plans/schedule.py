@@ -167,8 +167,8 @@ class Plan:
     def whole_only(self) -> bool:
         """Whether a run that stops early still costs the whole plan.
 
-        It does in three cases: the data decide which releases are made, the number of releases is itself secret (a
-        random round, a search), or the plan follows from a private count, and ε holds over all possible counts.
+        It does in three cases. The data decide which releases are made; the number of releases is itself secret (a
+        random round, a search); or the plan follows from a private count, and ε holds over all counts.
         """
         random = any(slot.law is not None for slot in self.schedule.slots)
         return self.schedule.adaptive or random or self.schedule.rounds is not None or self.counted is not None

@@ -65,7 +65,7 @@ class SecureSumConfig:
         bound: L2 bound of one party's vector (sum over its records), clipped on encoding.
         sigma: σ > 0 of the guaranteed noise, or 0 for an exact sum that is **not private**.
         honest: masks: h, how many honest parties remain in any sum; default m − 1, so that no single party,
-            who knows her own share of the noise, sees less than σ.
+            which knows its own share of the noise, sees less noise than σ.
         colluders: masks: how many parties may work with the server; default 1. Up to m − h − colluders parties
             may drop in a round.
         servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
@@ -357,7 +357,7 @@ class ThreatModel:
 
 
 def threat_model(terms: SecureSumConfig) -> ThreatModel:
-    """Describe what a configuration protects, against whom, and its cost in noise."""
+    """Describe the protection of a configuration, its adversaries, and its cost in noise."""
     rows = _masks(terms) if terms.masked else _rows(_SHARES[terms.mode] + _ALL_SHARES, terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
