@@ -159,7 +159,7 @@ def minimize(
         account: the group of people that the data are about; runs of one account compose.
         cap: a budget that the account as a whole must not exceed.
         n_public: the public number of records, if there is one. Under add-remove the true number is private.
-            Without a declared number, the records are counted privately, with about 1 % of ε, and the run is planned
+            Without a declared number they are counted privately, with about 1 % of ε, and the run is planned
             for that count. Under replace-one it is public and that of the data.
         records_public: with ``person``, how many records people have together, if that is public: it is then said
             beside n wherever n is. Without it no number of records is ever shown.
