@@ -1,5 +1,6 @@
 """Sphinx settings: Markdown pages, tutorials that are run, and the docstrings of the public names."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+smartquotes = False  # it would print "--option" with a dash of another kind
 html_theme = "furo"
 html_title = "quietgrad"
 html_static_path = ["_static"]
@@ -88,6 +90,14 @@ def _exhibits(app: Any, name: str, source: list[str]) -> None:
     )
 
 
+_OPTION = re.compile(r'<span class="pre">(\[?--[\w-]{1,24}\]?)</span>')
+
+
+def _options(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Mark options in running text, which a browser would break after a dash."""
+    context["body"] = _OPTION.sub(r'<span class="pre option">\1</span>', context.get("body", ""))
+
+
 def _street(app: Any, error: Exception | None) -> None:
     """Draw the packages and their imports beside the built pages."""
     import street
@@ -101,5 +111,6 @@ def setup(app: Any) -> None:
     TutorialParser.outdir = Path(app.outdir)
     app.add_source_parser(TutorialParser)
     app.connect("source-read", _exhibits)
+    app.connect("html-page-context", _options)
     app.connect("build-finished", _redirects)
     app.connect("build-finished", _street)

@@ -23,6 +23,7 @@ TABLES = ROOT / "docs" / "benchmarks-tables.md"
 README = ROOT / "README.md"
 COMING_FROM = ROOT / "docs" / "coming-from.md"
 TORCH_MORE = ROOT / "docs" / "torch-more.md"
+SCALE = ROOT / "docs" / "federation-scale.md"
 BEGIN, END = "<!-- numbers: python tools/benchmark_page.py -->\n", "<!-- end of numbers -->\n"
 
 
@@ -272,6 +273,11 @@ def engine(method: str, form: str = ".2f") -> str:
     return each((models[name]["methods"][method]["ratio_to_sgd"] for name in NETWORKS), form)
 
 
+def batches(name: str, models: tuple[str, ...]) -> str:
+    """The batch size of each of these models in a result file."""
+    return "B = " + " / ".join(str(read(name)["models"][model]["batch"]) for model in models)
+
+
 def steps() -> list[list[str]]:
     """Engine and whole steps."""
     whole = read("torch_steps")["models"]
@@ -281,13 +287,15 @@ def steps() -> list[list[str]]:
 
     return [
         [
-            "whole DP-SGD step ÷ plain SGD step, sampling and secure noise included, 1 thread: MNIST CNN / CNN5 / ResNet-20",
+            "whole DP-SGD step ÷ plain SGD step, sampling and secure noise included, 1 thread: MNIST CNN / CNN5 / ResNet-20, "
+            f"{batches('torch_steps', NETWORKS[:3])}",
             f"{through('dp-sgd')}; a custom loop {through('own-loop')}; DP-SRM {through('dp-srm')}",
             f"Opacus 1.6 hooks {through('opacus')}, ghost {through('opacus-ghost')}",
             file("torch_steps"),
         ],
         [
-            "clipped sum, noise and update alone ÷ plain SGD step: MNIST CNN / CNN5 / ResNet-20 / transformer",
+            "clipped sum, noise and update alone ÷ plain SGD step: MNIST CNN / CNN5 / ResNet-20 / transformer, "
+            f"{batches('torch_engine', NETWORKS)}",
             engine("quietgrad dp-sgd, secure noise", "4.2f"),
             f"Opacus 1.6 hooks {engine('opacus dp-sgd', '4.2f')}, ghost {engine('opacus ghost dp-sgd', '4.2f')}",
             file("torch_engine"),
@@ -737,6 +745,40 @@ def coming_from() -> str:
     return text
 
 
+def between_processes() -> str:
+    """Rounds between processes: the table of docs/federation-scale.md, and how it was measured."""
+    results = read("federation_network")
+    engines = {
+        "tls": "own TLS 1.3",
+        "flare": "FLARE 2.9, mutual TLS",
+        "flower": "Flower 1.41, TLS, node authentication",
+    }
+
+    def seconds(value: float) -> str:
+        return f"{1e3 * value:.0f} ms" if value < 1.0 else f"{value:.2f} s"
+
+    rows = sorted(results["rows"], key=lambda row: (row["d"], list(engines).index(row["engine"])))
+    table = [
+        [
+            str(row["d"]), engines[row["engine"]], seconds(row["cpu_seconds_per_round"]),
+            seconds(row["seconds_per_round"]), str(row["rounds"]), f"{row['load']:g}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    lost = sum(row["lost_rounds"] for row in rows)
+    return (
+        f"CPU is that of all processes together. {lost} rounds were lost ({file('federation_network')}):\n\n"
+        + grid("numbers | transport | CPU | wall | rounds | load", table)
+        + "\n"
+    )
+
+
+def scale() -> str:
+    """docs/federation-scale.md with its table of rounds made anew."""
+    before, _, rest = SCALE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + between_processes() + END + rest.partition(END)[2]
+
+
 def torch_more() -> str:
     """docs/torch-more.md with what a recorded program could save."""
     return network_costs.with_sentence(
@@ -750,3 +792,4 @@ if __name__ == "__main__":
     README.write_text(readme(), encoding="utf-8")
     COMING_FROM.write_text(coming_from(), encoding="utf-8")
     TORCH_MORE.write_text(torch_more(), encoding="utf-8")
+    SCALE.write_text(scale(), encoding="utf-8")

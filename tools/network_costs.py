@@ -159,9 +159,10 @@ def steps_sentence(read: Read) -> str:
         ratios = sorted(small[name]["ratio_to_sgd"][method] for name in SMALL)
         return f"{ratios[0]:.2f}–{ratios[-1]:.2f}"
 
+    sizes = sorted({small[name]["batch"] for name in SMALL})
     return (
-        f"a whole DP-SGD step is {span('dp-sgd')} plain SGD steps where that of Opacus' hooks is {span('opacus')} "
-        "(`benchmarks/results/torch_steps.json`)"
+        f"a whole DP-SGD step is {span('dp-sgd')} plain SGD steps where that of Opacus' hooks is {span('opacus')}, in batches of "
+        f"{sizes[0]} to {sizes[-1]} (`benchmarks/results/torch_steps.json`)"
     )
 
 

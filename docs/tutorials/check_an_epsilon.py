@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Check somebody's ε
+# # Check another program's ε
 #
 # In this lesson you check an ε that another program printed, find one that is false, and keep one budget over several
 # programs. You are a data protection officer, a reviewer or a curious colleague. You have files and trust no program.

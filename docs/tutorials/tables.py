@@ -22,7 +22,7 @@ X.head(3).round()
 # range computed with `X.min()` would be a release without noise. What you leave out is estimated privately and costs part
 # of the budget.
 #
-# You also choose the budget. ε = 1 with δ = 10⁻⁶ means: an attacker who knows every other row and accepts 5 % false alarms
+# You also choose the budget. ε = 1 with δ = 10⁻⁷, at most 1/(100 n), means: an attacker who knows every other row and accepts 5 % false alarms
 # detects one patient's row at most 13.6 % of the time.
 #
 # ## Fit
@@ -34,7 +34,7 @@ from quietgrad.estimators import PrivateLogisticRegression
 
 model = PrivateLogisticRegression(
     epsilon=1.0,
-    delta=1e-6,
+    delta=1e-7,
     classes=[0, 1],
     feature_bounds={"age": (18, 90), "income": (0, 200_000)},
     inference=True,
@@ -78,14 +78,17 @@ print(f"accuracy {score.accuracy[0]:.3f} ± {score.accuracy[1]:.3f}, AUC {score.
 # %%
 import quietgrad as qg
 
-qg.Ledger("ledger.jsonl")
+ledger = qg.Ledger("ledger.jsonl")
+for account, delta in (("patients", 1e-7), ("held-out", 1e-6)):
+    total = ledger.spent(account, delta=delta, relation="add-remove")
+    print(f"{account}: ε = {total.epsilon:.3g} at δ = {delta:g}")
 
 # %%
 from quietgrad.core.errors import BudgetError
 
 try:
     PrivateLogisticRegression(
-        epsilon=1.0, delta=1e-6, classes=[0, 1], ledger="ledger.jsonl", account="patients", cap=qg.Budget(1.2, 1e-6)
+        epsilon=1.0, delta=1e-7, classes=[0, 1], ledger="ledger.jsonl", account="patients", cap=qg.Budget(1.2, 1e-7)
     ).fit(X[:16_000], y[:16_000])
 except BudgetError as refusal:
     print(refusal)

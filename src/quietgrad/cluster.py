@@ -185,7 +185,7 @@ class DaskRunner:
             raise
         except KilledWorker:
             raise ClusterError(
-                f"cluster: a piece of the table took its worker down {_AGAIN + 1} times; it may need more memory "
+                f"cluster: a piece of the table ended its worker {_AGAIN + 1} times; it may need more memory "
                 "than a worker has. Give workers more, or write smaller row groups; the release was not made."
             ) from None
         except (CancelledError, CommClosedError, TimeoutError, OSError, NoValidWorkerError):

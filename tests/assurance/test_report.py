@@ -150,8 +150,8 @@ def test_a_private_score_is_not_called_exact(
     said = shown([folder])
     order = (
         "ε asked 8 = model 6.4 + score 1.6, at δ = 1e-05, add-remove",  # first of all what was asked and spent
-        "eε = 2.98e+03", "The model", "x0", "One noisy table", "majority class alone0", "said 1", "Calibration",
-        "Privacy certificate", "The course of the run",
+        "eε = 2.98e+03", "The model", "x0", "One noisy table", "majority class alone0", "predicted 1",
+        "Calibration", "Privacy certificate", "The course of the run",
     )  # fmt: skip
     assert [part for part in order if part not in said] == []
     assert sorted(order, key=said.index) == list(order)
@@ -419,6 +419,60 @@ def test_a_comparison_shows_each_model_before_certificates_and_curves(runs: list
     assert [part for part in order if part not in page] == []
     assert sorted(order, key=page.index) == list(order)
     assert page.count("Features") == 2
+
+
+def test_flags_of_an_additive_model_are_drawn_at_no_and_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A one-hot feature has a value at 0 and one at 1; bars of other features stand in the middle of their bins."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    cells = zip(rng.integers(18, 90, 2000), rng.choice(["a", "b"], 2000), rng.integers(0, 2, 2000), strict=True)
+    Path("rows.csv").write_text("age,kind,ill\n" + "\n".join(f"{a},{k},{i}" for a, k, i in cells) + "\n")
+    schema = {
+        "label": {"column": "ill", "classes": ["0", "1"]},
+        "columns": {"age": {"bounds": [0, 120]}, "kind": {"categories": ["a", "b"]}},
+    }
+    Path("schema.json").write_text(json.dumps(schema))
+    train = [
+        "train",
+        "rows.csv",
+        "--schema",
+        "schema.json",
+        "--model",
+        "additive",
+        "--epsilon",
+        "4",
+        "--out",
+        "out",
+    ]
+    assert main([*train, "--quiet"]) == 0
+    capsys.readouterr()
+    result = load(tmp_path / "out")
+    drawings = dict(model_of(result).shapes)
+    shape = next(each for each in result.details["shapes"] if each["name"] == "kind=a")
+    assert f"no: {shape['values'][0]:.3g} (" in drawings["kind=a"]
+    assert f"yes: {shape['values'][-1]:.3g} (" in drawings["kind=a"]
+    assert "polyline" not in drawings["kind=a"]
+    assert "polyline" in drawings["age"]
+    age = next(each for each in result.details["shapes"] if each["name"] == "age")
+    bars = re.findall(r'style="stroke-dasharray:none;stroke-width:1" x1="([\d.]+)"', drawings["age"])
+    dots = re.findall(r"([\d.]+),[\d.-]+", re.findall(r'points="([^"]+)"', drawings["age"])[0])
+    assert len(dots) == 3 * len(age["values"])
+    assert bars == [middle for middle, error in zip(dots[1::3], age["errors"], strict=True) if error > 0.0]
+
+
+def test_a_run_made_in_python_shows_its_parameters(tmp_path: Path) -> None:
+    """It knows its loss as an object, so the page names parameters by number."""
+    X, y = rows(500)
+    result = qg.minimize(qg.objectives.Logistic(), (X, y), qg.DPGD(steps=3), budget=qg.Budget(1.0, 1e-5))
+    result.save(tmp_path / "run")
+    fitted = model_of(load(tmp_path / "run"))
+    assert [row.name for row in fitted.rows] == [f"θ{k}" for k in range(X.shape[1])]
+    said = shown([tmp_path / "run"])
+    assert "Parameters" in said
+    assert f"{result.params[0]:.4g}" in said
+    assert "Coefficients add" not in said
 
 
 def test_the_largest_coefficients_are_open_and_the_rest_is_folded(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_the_pages_are_written_from_the_files() -> None:
     assert benchmark_page.README.read_text(encoding="utf-8") == benchmark_page.readme(), hint
     assert benchmark_page.COMING_FROM.read_text(encoding="utf-8") == benchmark_page.coming_from(), hint
     assert benchmark_page.TORCH_MORE.read_text(encoding="utf-8") == benchmark_page.torch_more(), hint
+    assert benchmark_page.SCALE.read_text(encoding="utf-8") == benchmark_page.scale(), hint
 
 
 def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ class _Derived(GradientQuery):
 def test_what_a_scan_is_not_for(tmp_path: Path) -> None:
     pq.write_table(table(), tmp_path / "a.parquet")
     seen = scan(tmp_path, target="y")
-    with pytest.raises(ValueError, match="a scan knows its target"):
+    with pytest.raises(ValueError, match="a scan has its own target"):
         PrivateLogisticRegression(classes=[0, 1]).fit(seen, np.zeros(3000))
     schema = {"label": {"column": "y", "classes": ["0", "1"]}, "columns": {"a": {"bounds": [0, 1]}}}
     with pytest.raises(ValueError, match="the schema says them already"):

@@ -78,7 +78,7 @@ def calibrate(
     rate: Rate = None,
     steps: Annotated[int | None, Option(help="Number of releases.", show_default=False)] = None,
     noise_multiplier: Annotated[
-        float | None, Option(help="σ of the noise on the sum ÷ C; given when another is sought.")
+        float | None, Option(help="σ of the noise on the sum ÷ C; needed for --find steps.")
     ] = None,
     relation: RelationName = DEFAULT_RELATION,
     as_json: Json = False,

@@ -54,10 +54,10 @@ def audit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Lower bounds on ε from attacks, against what is claimed; exit code 1 on a violation.
+    """Attack algorithms or runs and compare lower bounds on ε with the claims; exit code 1 on a violation.
 
-    A pass means that these attacks found nothing, not that there is nothing. The nearer the lower bound is to the
-    claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
+    A pass means that these attacks found no violation. It is no proof. The nearer the lower bound is to the
+    claim, the stronger the attack was. VACUOUS means too few runs to detect anything.
     """
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
@@ -115,11 +115,9 @@ def audit_folder(folder: Path, runs: int | None = None) -> AuditReport:
     if privacy.epsilon is None or privacy.delta is None or privacy.relation is None:
         raise DataError(f"{folder}: this run is not private and claims nothing, so there is nothing to audit.")
     if problems := problems_of(result, folder, None):
-        raise DataError(
-            f"{folder}: {problems[0]}; what a run states is attacked only if its own files bear it out."
-        )
+        raise DataError(f"{folder}: {problems[0]}; an audit attacks a claim only if the run's own files prove it.")
     if SEEDED in privacy.notes:
-        raise DataError(f"{folder}: {SEEDED}; the seed gives the noise away, so there is nothing to audit.")
+        raise DataError(f"{folder}: {SEEDED}; the seed reveals the noise, so there is no claim to audit.")
     config = dict(result.config)
     if config.get("look"):  # the auditor's columns and targets are others than those that were declared or found
         look = config["look"]

@@ -65,7 +65,8 @@ _MARKS = {True: "yes", False: "NO", None: "–"}
 def verify(
     file: Annotated[Path, Argument(help="The certificate.", show_default=False)],
     public_key: Annotated[
-        str | None, Option(help="Whose signature is demanded: a .pub file, its text, or 64 hexadecimal digits.")
+        str | None,
+        Option(help="Require the signature of this key: a .pub file, its text, or 64 hexadecimal digits."),
     ] = None,
     ledger: Annotated[Path | None, Option(help="The ledger itself, if it is at hand.")] = None,
     model: Annotated[Path | None, Option(help="The model file, if it is at hand.")] = None,

@@ -48,9 +48,9 @@ app = typer.Typer(add_completion=False)
 def check(spec: RunSpec) -> None:
     """Say what would be wasted if this file were trained on with the same options as `quietgrad train`.
 
-    It looks at labels, bounds, gaps, ids, rare classes, δ and n, and how uncertain a score would be. It is the
-    owner's look at private records: printed to this terminal, stored nowhere, charged to no account. The exit code
-    is 1 if training would be refused. Without --epsilon it says how uncertain the model would be by several.
+    It checks labels, bounds, gaps, ids, rare classes, δ and n, and how uncertain a score would be. Its output is
+    for the owner of the records alone: it is printed to this terminal, not stored, and charges nothing. The exit
+    code is 1 if training would be refused. Without --epsilon it states the uncertainty at ε = 0.3, 1 and 3.
     """
     unchosen = spec.epsilon is None and not spec.non_private
     specs = [replace(spec, epsilon=epsilon) for epsilon in _EPSILONS] if unchosen else [spec]

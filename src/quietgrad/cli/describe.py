@@ -54,11 +54,11 @@ def describe(
     """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error.
 
     Numbers are cut to the bounds of the schema; where it has none, to a range that is found privately. A mean is
-    that of the values after this cut, and so are its errors. Declared bounds make both ends yours.
+    that of the values after this cut, and so are its errors. Declare bounds to choose the range yourself.
 
     With --by it releases statistics of each group, with intervals that hold the number of these records, after the
-    cut, with probability 95 %. Groups are the categories of the schema; of a column that the schema does not list
-    they are found privately.
+    cut, with probability 95 %. Groups are the categories of the schema. For a column without categories in the
+    schema they are found privately.
     """
     from quietgrad import estimators  # loads scikit-learn
 

@@ -42,7 +42,7 @@ Account = Annotated[str, Option(help="Ledger account to charge: a name for the p
 CapEpsilon = Annotated[float | None, Option(help="Refuse if the account would exceed this ε.")]
 Address = Annotated[str | None, Option(help="HOST:PORT, if not the plan's.")]
 Data = Annotated[Path, Option(help="This party's records: LIBSVM, CSV, npz or parquet.")]
-Patience = Annotated[float, Option(help="Seconds to wait for others who are away before giving up.")]
+Patience = Annotated[float, Option(help="Seconds to wait for absent members before giving up.")]
 
 
 @app.command(
@@ -60,14 +60,16 @@ def simulate(
     out: Annotated[Path, Option(help="Folder for the model, result, ledgers and report.")] = Path(
         "runs/federation"
     ),
-    trust: Annotated[str, Option(help="curator, secure or local: who may see what.")] = "secure",
+    trust: Annotated[str, Option(help="curator, secure or local: which sums the coordinator may see.")] = "secure",
     secure: Annotated[
         str | None, Option(help="With trust secure: masks, servers or mpc.", show_default="masks")
     ] = None,
     weights: Annotated[str, Option(help="size (every record the same) or equal (every party).")] = "size",
     unevenness: Annotated[float, Option(help="Largest party ÷ smallest party.")] = 1.0,
     dirichlet: Annotated[float | None, Option(help="Skew the parties' labels: α of a Dirichlet.")] = None,
-    quorum: Annotated[int | None, Option(help="Fewest parties a round is completed with; else all.")] = None,
+    quorum: Annotated[
+        int | None, Option(help="Smallest number of parties that completes a round; else all.")
+    ] = None,
     colluders: Annotated[int, Option(help="masks: parties that may work with the coordinator.")] = 1,
     spare: Annotated[int, Option(help="Rounds reserved in the budget to replace lost ones.")] = 0,
     quiet: Quiet = False,
@@ -98,7 +100,9 @@ def provision(
     ] = None,
     passphrase: Annotated[
         bool,
-        Option("--passphrase", help="Put the keys under a passphrase: from QUIETGRAD_PASSPHRASE_FILE, or asked."),
+        Option(
+            "--passphrase", help="Encrypt the keys with a passphrase, from QUIETGRAD_PASSPHRASE_FILE or asked for."
+        ),
     ] = False,
     days: Annotated[int, Option(help="How long the certificates made here are valid.")] = provisioning.DAYS,
     keep_authority_key: Annotated[
@@ -106,7 +110,7 @@ def provision(
         Option("--keep-authority-key", help="Keep the key that signs certificates; it is forgotten otherwise."),
     ] = False,
     certificate: Annotated[
-        Path | None, Option(help="With --request: what your institution's authority issued for it (PEM).")
+        Path | None, Option(help="With --request: the certificate that your institution's authority issued (PEM).")
     ] = None,
     authority: Annotated[
         Path | None, Option(help="With --certificate: that authority's certificate (PEM).")
@@ -330,6 +334,6 @@ def job(
 def status(
     folder: Annotated[Path, Argument(help="A member's --out folder.", show_default=False)], as_json: Json = False
 ) -> None:
-    """Say where a run is, for every role: rounds, cost, the certificate's end, who is away, who is revoked."""
+    """Say where a run is, for every role: rounds, cost, the certificate's end, absent members, revoked members."""
     facts = read_status(folder)
     answer(as_json, facts, table=(f"{facts['member']}", status_rows(facts)))

@@ -104,7 +104,7 @@ def page(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page: accounts against their caps, runs over time, who spent what."""
+    """Write one HTML page: accounts against their caps, runs over time, cost by kind of run."""
     ledger = _existing(file)
     for folder in runs or ():
         if not folder.is_dir():
@@ -145,9 +145,9 @@ def add(
     account: Annotated[str, Option(help="The people that the run was about.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Charge a run of another program, or of another place, to an account; caps hold over it too.
+    """Charge a run of another program or machine to an account, within its cap.
 
-    Its releases are proved again first. What they rest on is not checked: the entry is conditional and says so.
+    Its releases are proved again first. Its assumptions are not checked, so the entry is conditional and says so.
     """
     from quietgrad.assurance.certificates import charge_claim, read  # slow to load, and `train` needs this module
 
@@ -305,7 +305,7 @@ _OLD = 7.0  # days
 
 @keys_app.command("list", epilog="Example: quietgrad keys list")
 def list_keys(as_json: Json = False) -> None:
-    """List the keys that wait, since when, and whether the folder of their run is still there."""
+    """List the keys of unfinished runs, their age, and whether the run's folder still exists."""
     keys = KeyFile.waiting()
     summary = [{**vars(key), "orphaned": key.orphaned} for key in keys]
     if not keys:
@@ -324,8 +324,8 @@ def list_keys(as_json: Json = False) -> None:
 )
 def destroy(
     runs: Annotated[list[str] | None, Argument(help="Runs, as `list` names them.", show_default=False)] = None,
-    orphaned: Annotated[bool, Option("--orphaned", help="All whose folder is gone.")] = False,
-    older_than: Annotated[float | None, Option(help="All that have waited for so many days.")] = None,
+    orphaned: Annotated[bool, Option("--orphaned", help="Destroy all keys whose run folder is gone.")] = False,
+    older_than: Annotated[float | None, Option(help="Destroy all keys older than this many days.")] = None,
     as_json: Json = False,
 ) -> None:
     """Overwrite and remove keys. Their runs cannot be resumed; what they spent stays in the ledger."""

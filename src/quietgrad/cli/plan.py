@@ -34,7 +34,7 @@ def plan(
     spec: RunSpec,
     algorithm: Annotated[
         str | None,
-        Argument(help="Such as dp-srm, dp-sgd, dp-gd (the default), dp-agd; of a scan, the estimators' own."),
+        Argument(help="Such as dp-srm, dp-sgd, dp-gd (the default), dp-agd; for a scan, the estimators' default."),
     ] = None,
     n: Annotated[int | None, Option("--n", help="Number of records (public).")] = None,
     people: Annotated[bool, Option("--people", help="n counts people, each with any number of records.")] = False,
@@ -44,8 +44,8 @@ def plan(
     rows: Annotated[
         float | None, Option(help="Rows of a table to scan, such as 1e9: adds passes, bytes and time.")
     ] = None,
-    columns: Annotated[int | None, Option(help="Its feature columns.")] = None,
-    cluster: Annotated[str, Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
+    columns: Annotated[int | None, Option(help="Number of feature columns of that table.")] = None,
+    cluster: Annotated[str, Option(help="Machines x cores that scan the table, such as 64x8.")] = "1x1",
     noise_multiplier: Annotated[float | None, Option(help="Fix the noise; ε is then what it proves to be.")] = None,
     radius: Annotated[
         float | None,

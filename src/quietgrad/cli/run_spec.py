@@ -101,8 +101,8 @@ class RunSpec:
     )
     drop: list[str] | None = _option(None, "Leave this column out; may be repeated.")  # noqa: RUF009
     keep: str | None = _option(None, "Column of ids: no feature, kept beside predictions.")
-    delimiter: str | None = _option(None, "Of delimited text: , ; or a tab.")
-    encoding: str | None = _option(None, "Of delimited text, such as cp1252.")
+    delimiter: str | None = _option(None, "Delimiter of a text file: , ; or a tab.")
+    encoding: str | None = _option(None, "Encoding of a text file, such as cp1252.")
     algorithm: str | None = _option(
         None, "Such as dp-srm; see `quietgrad plan --list`. The default suits linear models."
     )
@@ -121,7 +121,7 @@ class RunSpec:
     regularizer: str | None = _option(None, "l2:STRENGTH or nonconvex:STRENGTH.")
     intercept: bool = _option(True, "Whether to fit a constant term.")
     row_bound: float | None = _option(None, "Public bound on the norm of a row.")
-    rows: str = _option("clip", "Rows above the bound: clip them; or normalize all.")
+    rows: str = _option("clip", "clip shortens rows above the bound; normalize brings every row to it.")
     test: str | None = _option(
         None, "Held-out records in a file of the same kind; their score is private, too.", parser=public
     )
@@ -146,10 +146,10 @@ class RunSpec:
         False, "Score the private training records too, without noise.", "--evaluate-train"
     )
     non_private: bool = _option(False, "No noise: NOT PRIVATE.", "--non-private")
-    checkpoint_seconds: float = _option(10.0, "At most so often a checkpoint is written.")
+    checkpoint_seconds: float = _option(10.0, "Least seconds between two checkpoints.")
     cluster: str | None = _option(None, "Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
-    memory: int | None = _option(None, "Scan the table within so many MB (400 for folders and patterns).")
-    threads: int | None = _option(None, "Cores for a scan; all by default.")
+    memory: int | None = _option(None, "Memory for a scan in MB (400 for folders and patterns).")
+    threads: int | None = _option(None, "Cores for a scan; else all.")
     allow_http: bool = _option(
         False, "Read an address of plain http, which others can read and change on the way.", "--allow-http"
     )

@@ -110,6 +110,11 @@ def conclude(spec: RunSpec, out: Path, data: Dataset, result: Result, unscored: 
     if spec.schema is not None:  # public facts, so that a report can show features in their own units
         schema = read_schema(out / f"schema{Path(spec.schema).suffix}")
         details["declared_bounds"] = {name: list(pair) for name, pair in schema.declared_bounds.items()}
+        details["flags"] = list(schema.flags)
+    if data.feature_names is not None:
+        details["feature_names"] = list(data.feature_names)
+    if data.row_bound is not None:
+        details["declared_row_bound"] = data.row_bound
     result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
     score: PrivateScore | str | None = None
     if spec.scores_privately:
@@ -200,9 +205,9 @@ resume_app = typer.Typer(add_completion=False)
 def resume_command(
     folder: Annotated[Path, Argument(help="The --out folder of the interrupted run.", show_default=False)],
     data: Annotated[
-        str | None, Option(help="The run's address again, with its login: no file keeps it.", parser=public)
+        str | None, Option(help="Address of the data with its login, which no file keeps.", parser=public)
     ] = None,
-    test: Annotated[str | None, Option(help="The address of its --test again, likewise.", parser=public)] = None,
+    test: Annotated[str | None, Option(help="Address of the --test data with its login.", parser=public)] = None,
     quiet: Quiet = False,
     explain: Explain = False,
     as_json: Json = False,

@@ -307,7 +307,7 @@ def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _Fil
         except (UnicodeDecodeError, LookupError):
             continue
     else:
-        raise DataError(f"{name}: the file is not {encoding or 'UTF-8 or cp1252'} text; say its --encoding.")
+        raise DataError(f"{name}: the file is not {encoding or 'UTF-8 or cp1252'} text; pass its --encoding.")
     first = text[: text.find("\n") + 1 or len(text)]
     mark = delimiter or max(",;\t|", key=first.count)
     try:
@@ -316,7 +316,7 @@ def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _Fil
             for row in csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True)
         ]
     except (csv.Error, TypeError):
-        raise DataError(f"{name}: not readable as delimited text; say --delimiter and --encoding.") from None
+        raise DataError(f"{name}: not readable as delimited text; pass --delimiter and --encoding.") from None
     header, body = rows[0] if rows else [], [row for row in rows[1:] if row]
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}: the header names a column twice, or none.")

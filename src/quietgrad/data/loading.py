@@ -50,14 +50,13 @@ def load(
     """Load a registered data set by name, or a LIBSVM, CSV, npz, parquet or xlsx file.
 
     An existing file wins over a name. Registered sets are searched in QUIETGRAD_DATA, then in the cache, then
-    fetched unless `download=False`; their public facts are in the registry. For a file say what is public:
-    `schema` (CSV, parquet), `classes` or `task`, `n_features` (LIBSVM), `label` (CSV, parquet; the last column
-    otherwise), `test` (a second file of the same kind), `format` if the suffix does not tell. `normalize_rows`
-    scales rows to norm ≤ 1.
-    `person` names the column (CSV, parquet) of the ids of the people that rows are about; it is no feature. `keep`
-    names a column of ids that stand beside predictions, `drop` columns that are left out; `delimiter` and
-    `encoding` say how delimited text is written, if the schema does not.
-    `labelled=False` reads a file without labels (CSV, parquet); `y` then says nothing.
+    fetched unless `download=False`; their public facts are in the registry. For a file, declare its public facts:
+    `schema` (CSV, parquet), `classes` or `task`, `n_features` (LIBSVM), `label` (CSV, parquet; else the last
+    column). `test` is a second file of the same kind. `format` is needed if the suffix does not show it.
+    `normalize_rows` scales rows to norm ≤ 1. `person` names the column (CSV, parquet) of the ids of the people that
+    rows are about; it is no feature. `keep` names a column of ids to print beside predictions, and `drop` columns
+    to leave out. `delimiter` and `encoding` describe delimited text, if the schema does not. `labelled=False` reads
+    a file without labels (CSV, parquet); `y` then says nothing.
 
     >>> data = load("breast-cancer", normalize_rows=True)
     >>> data.X.shape, data.X_test.shape, data.row_bound

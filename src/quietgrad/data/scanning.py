@@ -67,7 +67,7 @@ class _ScanMetadata:
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """A table that is never materialised; made by :func:`scan`."""
+    """A table on disk that is read in blocks. Made by :func:`scan`."""
 
     is_source: ClassVar[bool] = True
 

@@ -27,7 +27,7 @@ Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 
 @dataclass(frozen=True)
 class Schema:
-    """How a table becomes features and labels.
+    """The mapping of a table's columns to features and labels.
 
     Columns that are not listed are left out.
 
@@ -95,6 +95,21 @@ class Schema:
         """The bounds of each column of numbers that is mapped from them to [0, 1] by a straight line."""
         numbers = {name: kind for name, kind in self.columns.items() if isinstance(kind, Numeric)}
         return {name: kind.bounds for name, kind in numbers.items() if kind.bounds and not kind.log}
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Features that are 0 or 1 by their kind: categories, yes/no, parts of dates, and flags of gaps.
+
+        >>> read_schema({
+        ...     "label": {"column": "rich", "classes": ["no", "yes"]},
+        ...     "columns": {"age": {"bounds": [0, 100], "missing": "indicator"}, "sex": {"categories": ["F", "M"]}},
+        ... }).flags
+        ('age missing', 'sex=F', 'sex=M')
+        """
+        pairs = [(column, kind, name) for column, kind in self.columns.items() for name in kind.names(column)]
+        return tuple(
+            name for column, kind, name in pairs if kind.zero_one or name not in (column, f"{column} days")
+        )
 
     @property
     def feature_names(self) -> tuple[str, ...]:

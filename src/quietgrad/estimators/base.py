@@ -143,7 +143,7 @@ class PrivateModel(SpendsPrivacy):
     def _scanned(self, X: ScanTable) -> ScanTable:
         """A scan, with what is public of it; it is read when the session opens."""
         if self.features is not None:
-            raise DataError("features: are of a table in memory; a scan's rows are taken as they are.")
+            raise DataError("features: apply to a table in memory; leave features= out for a scan.")
         self._check_size(len(X))
         self.n_features_in_ = X.features
         self.feature_names_in_: Array = np.array(list(X.feature_names), dtype=object)
@@ -183,7 +183,7 @@ class PrivateModel(SpendsPrivacy):
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         if is_scan(X):
-            raise DataError("X: is a scan, whose predictions may not fit in memory; use predict_to(scan, FILE).")
+            raise DataError("X: is a scan. Its predictions may not fit in memory; use predict_to(scan, FILE).")
         X = encode_raw_frame(drop_person_column(X, self.person_column_), vars(self).get("_schema"))
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         X = X if self.features is None else self._mapped(X)
@@ -217,7 +217,7 @@ class PrivateModel(SpendsPrivacy):
         if self.inference and not whom.means:
             raise ValueError("inference: standard errors need combine='mean' and all of a person's records.")
         if self.inference and whom.weights is not None:
-            raise ValueError("inference: standard errors are of records that count alike; leave sample_weight out.")
+            raise ValueError("inference: standard errors are not offered with weights; leave sample_weight out.")
         wanted = self.inference if self._offers_inference and whom.means and whom.weights is None else False
         released = self._counted_before or (isinstance(size, PublicCount) and size.counted)
         if wanted and released and error_tightness(n, features, self._budget()) > CROWDED:

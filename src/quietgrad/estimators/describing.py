@@ -47,7 +47,7 @@ _STANDS_OUT = 2.0  # standard errors that a count must have for its column's val
 
 @dataclass(frozen=True)
 class Description:
-    """A private description of a table; errors are standard errors of the noise.
+    """A private description of a table, with standard errors of the noise.
 
     Statistics of a number are of its values cut to [``cut_low``, ``cut_high``]; ``range`` says whether that was
     declared or found privately. Where it is "hidden", no range stands out of the noise and nothing is said of the

@@ -128,7 +128,7 @@ class PrivateHuberRegressor(PrivateLinearModel, Regressor):
 
 @dataclass(eq=False, repr=False)
 class PrivateLinearRegression(PrivateLinearModel, Regressor):
-    """Differentially private least squares; residual gradients are clipped, so outliers weigh less.
+    """Differentially private least squares with clipped residual gradients.
 
     Args:
         target_bounds: public (low, high) of the targets; ``None`` finds their range privately or refuses;

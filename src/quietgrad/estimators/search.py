@@ -304,7 +304,9 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         ):
             raise ValueError("param_grid: must map at least one parameter to a list of values to try.")
         if own := _OWN.intersection(grid):
-            raise ValueError(f"param_grid: {', '.join(sorted(own))} are the search's own; give them to it.")
+            raise ValueError(
+                f"param_grid: {', '.join(sorted(own))} are arguments of PrivateSearch; pass them there."
+            )
         if facts := _FACTS.intersection(grid):
             raise ValueError(
                 f"param_grid: {', '.join(sorted(facts))} cannot be searched, because they describe public facts. "

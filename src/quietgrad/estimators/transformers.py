@@ -133,7 +133,7 @@ def _no_labels(y: Array) -> Floats:
 
 
 class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """One-hot encoding by a public vocabulary; it reads no records and costs nothing.
+    """One-hot encoding by a public vocabulary, without privacy cost.
 
     Args:
         categories: vocabulary by column name or position. Boolean columns need no entry. For a pandas category
@@ -192,7 +192,7 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
 
 class PrivatePipeline(Pipeline):  # type: ignore[misc]
-    """A scikit-learn pipeline that warns of steps which its ε does not cover, and notes them in ``privacy_``.
+    """A scikit-learn pipeline that warns of steps that its ε does not cover.
 
     The last step is a private estimator. Steps before it should learn nothing, or learn privately:
     ``PrivateScaler``, ``PublicOneHot``, or steps of scikit-learn with public numbers and vocabularies.

@@ -124,7 +124,7 @@ def scan_if_one(X: object, y: object) -> tuple[Any, Any]:
     """A frame that names its target column becomes a scan; everything else stays as it is."""
     if is_scan(X):
         if y is not None:
-            raise ValueError("y: a scan knows its target; say it there: scan(..., target=...).")
+            raise ValueError("y: a scan has its own target; pass it to scan(..., target=...).")
         return X, None
     if isinstance(y, str):  # whatever the frame, its columns are read by the Arrow C stream
         # Readers are no part of an estimator: they are asked for only where a column's name stands for the labels.

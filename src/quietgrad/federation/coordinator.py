@@ -451,8 +451,8 @@ class FederatedCurator:
         late = plan.answer_after
         if late is not None and plan.trust != "curator" and self.exchange.timeout <= late:
             raise ValueError(
-                f"timeout={self.exchange.timeout:g}: parties answer {late:g} s after they are asked; wait longer "
-                "for them, or give the method a smaller answer_seconds. Nothing was asked."
+                f"timeout={self.exchange.timeout:g}: parties answer {late:g} s after they are asked; use a "
+                "longer timeout, or a smaller answer_seconds of the method. Nothing was asked."
             )
         path = None if self.folder is None else self.folder / AGGREGATES
         public = self._key if self.seeded else os.urandom(32)

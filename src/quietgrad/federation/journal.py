@@ -100,8 +100,8 @@ class Journal:
             return
         if self.last_round >= 0:
             raise DataError(
-                f"{self._name}: the records, or their order, are not those that this run began with; continue with "
-                "the same table, or a record would be used twice."
+                f"{self._name}: the records, or their order, differ from those at the start of this run. "
+                "Continue with the same table; otherwise a record would be used twice."
             )
         self._places = mac.hexdigest()
         self._write({"places": self._places})

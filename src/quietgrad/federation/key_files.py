@@ -44,7 +44,7 @@ def passphrase(of: str, *, new: bool = False) -> bytes:
             raise DataError("the two passphrases differ; nothing was written.")
     else:
         raise DataError(
-            f"the keys of {of} are under a passphrase, and there is no terminal to ask at; name a file of yours in "
+            f"the keys of {of} have a passphrase, and there is no terminal to ask for it. Name its file in "
             f"{FILE_VARIABLE}, or set {VARIABLE}."
         )
     if new and len(text) < _FEWEST:

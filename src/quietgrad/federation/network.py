@@ -93,7 +93,7 @@ class NetworkSource(BaseObjective):
         if self.loss not in LOSSES and not self.loss.isidentifier():
             raise ValueError(f"[objective] loss={self.loss!r}: must be {', '.join(LOSSES)} or a name of the file.")
         if any(len(line) > _LONGEST_LINE for line in self.text.split("\n")):
-            raise ValueError(f"[objective] {self.file}: has lines that no screen shows whole; break them.")
+            raise ValueError(f"[objective] {self.file}: has lines longer than a screen; break them.")
         if self.pad is not None and self.pad < 1:
             raise ValueError(f"[objective] pad={self.pad}: must be a length ≥ 1.")
 

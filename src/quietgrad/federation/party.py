@@ -173,12 +173,15 @@ class PartyCurator(Member):
             raise DataError(f"{self.name}: records have shape {tuple(shape)}, the plan {tuple(self.plan.shape)}.")
         size, budget = self.plan.sizes[self._place], self.plan.budget
         if len(self.records) > 2 * size + 64:
-            raise DataError(f"{self.name}: the plan declares {size} records; declare a number nearer to the truth.")
+            raise DataError(
+                f"{self.name}: the plan declares {size} records; declare a number closer to that of the data."
+            )
         exact = budget is not None and budget.relation is Relation.REPLACE_ONE
         fixed = any(slot.sampling.counts_exactly for slot in self.plan.schedule.slots)
         if (exact or fixed) and len(self.records) != size:
             raise DataError(
-                f"{self.name}: the data has not the {size} records of the plan: under replace-one, or with fixed "
+                f"{self.name}: the data do not have the {size} records of the plan: under replace-one, or with "
+                "fixed "
                 "batches, it must be exact."
             )
 

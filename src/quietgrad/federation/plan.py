@@ -148,8 +148,8 @@ class FederatedPlan(Plan):
             raise ValueError(f"parties_per_round={asked!r}: must be from the quorum to the number of parties.")
         if self.uses_records_in_turn or (self.secure is not None and self.correlated is not None):
             raise ValueError(
-                "parties_per_round: not where records or noise go by turns, which count on every party in every "
-                "round; use Poisson samples and independent noise, or ask all parties."
+                "parties_per_round: cannot be combined with turns or correlated noise, which need every party "
+                "in every round. Use Poisson samples and independent noise, or ask all parties."
             )
 
     def _check_parties(self) -> None:
@@ -191,10 +191,15 @@ class FederatedPlan(Plan):
         # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]
         if any(sampling.counts_exactly for sampling in samplings):
-            raise SettingError("parties_per_person > 1: not with fixed local batches; use {sampling='poisson'}.")
+            raise SettingError(
+                "parties_per_person > 1: cannot be combined with fixed local batches; use {sampling='poisson'}."
+            )
         sampled = any(sampling.known_to(times) != sampling for sampling in samplings)
         if sampled and not self.own_noise and self.budget.relation is Relation.REPLACE_ONE:
-            raise ValueError("parties_per_person > 1: sampled under add-remove only; or use the full batch.")
+            raise ValueError(
+                "parties_per_person > 1: secret samples are proved under add-remove only; use that relation, or "
+                "the full batch."
+            )
 
     @property
     def person_rule(self) -> PersonRule:

@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError):
-        raise DataError(f"{path}: cannot be read as the list of revoked members; mend or restore it.") from None
+        raise DataError(f"{path}: cannot be read as the list of revoked members; repair or restore it.") from None
 
 
 def _write(path: Path, listed: Mapping[str, str]) -> None:

@@ -158,9 +158,9 @@ def minimize(
         ledger: the file that is charged; without it the project's own (:mod:`quietgrad.core.ledger.ledger`).
         account: the group of people that the data are about; runs of one account compose.
         cap: a budget that the account as a whole must not exceed.
-        n_public: the public number of records, if there is one. Under add-remove the true number is private:
-            without a declared one it is counted privately, with about 1 % of ε, and the run is planned for what
-            came out. Under replace-one it is public and that of the data.
+        n_public: the public number of records, if there is one. Under add-remove the true number is private.
+            Without a declared number they are counted privately, with about 1 % of ε, and the run is planned
+            for that count. Under replace-one it is public and that of the data.
         records_public: with ``person``, how many records people have together, if that is public: it is then said
             beside n wherever n is. Without it no number of records is ever shown.
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
@@ -245,14 +245,14 @@ def resume(
 ) -> Result:
     """Continue an interrupted :func:`minimize` that was kept in ``folder``.
 
-    The folder says everything but the data (and ``person=`` or ``party=``, which are data too): the loss if it is
-    one of quietgrad's for tables, the algorithm, the plan, the ledger, account and cap that pay. What is given
-    beside it must agree. ``ledger=`` says where the ledger is by now, if it was moved.
+    The folder holds everything but the data (and ``person=`` or ``party=``, which are data too). It has the
+    algorithm, the plan, the ledger, the account and the cap, and the loss if it is one of quietgrad's for tables.
+    What is given beside it must agree. ``ledger=`` says where the ledger is by now, if it was moved.
 
-    The run replays what it had released since its last checkpoint: where the sums are bit for bit those of before,
-    with the same noise, so that the model is that of an undisturbed run and nothing is spent twice. Where they are
-    not (other data, an edited loss, other versions or threads), fresh noise is drawn and the plan is charged again,
-    and the result says so. Settings that differ publicly are refused.
+    The run repeats its releases since the last checkpoint. Where a sum has the same bits as before it gets the same
+    noise, so the model is that of an undisturbed run and nothing is spent twice. Where they are not (other data, an
+    edited loss, other versions or threads), fresh noise is drawn and the plan is charged again, and the result says
+    so. Settings that differ publicly are refused.
     """
     if data is None:
         raise ValueError("data: must be given, since a folder holds none: resume(folder=..., data=(X, y)).")
@@ -285,8 +285,7 @@ def resume(
         objective, data = _of_units(objective, data, person, party, rule)
         if counting(objective) != settings["people"]:
             raise DataError(
-                f"{saved_run.folder}: the run counted its people otherwise; resume it with the same person= "
-                "or party=."
+                f"{saved_run.folder}: the run was started with another person= or party=; resume it with the same."
             )
         if settings["objective"] is not None:
             saved_run.agree("objective", facts_of(objective), settings["objective"])
@@ -340,7 +339,7 @@ def check_people(algorithm: Algorithm, objective: object) -> None:
         return
     if not objective.rule.is_mean_of_all:
         raise PersonRefused(
-            f"{algorithm.name}: what it asks is bounded for the mean of all of a person's records only: leave out "
+            f"{algorithm.name}: its query is bounded for the mean of all of a person's records only. Leave out "
             "combine and records_per_person, or use a method that clips."
         )
 

@@ -125,8 +125,8 @@ def load(folder: str | Path) -> Result:
 
     The proof starts from the releases that the result lists.
 
-    A statement that its own events do not prove comes back as not private, with ``privacy.refuted`` saying why;
-    ``quietgrad report`` also holds it against the options of the run and its ledger.
+    A statement that its own events do not prove is returned as not private, and ``privacy.refuted`` has the
+    reasons. ``quietgrad report`` also compares it with the options of the run and its ledger.
     """
     from safetensors.numpy import load_file
 

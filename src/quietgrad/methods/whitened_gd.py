@@ -167,7 +167,7 @@ class WhitenedGD(Algorithm):
         if sum(self._shares().values()) >= 1.0:
             raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
         if self.centred_share and not (self.mean_share and self.moment_share and self.moments == "full"):
-            raise ValueError("centred_share: centres a full matrix of second moments by the mean; buy both.")
+            raise ValueError("centred_share: needs the mean and a full matrix of second moments; release both.")
 
     @property
     def needs_means(self) -> bool:

@@ -350,8 +350,8 @@ def survey_weights(sample_weight: object, max_weight: float | None, rows: int) -
         return None
     if max_weight is None or not 0.0 < max_weight < math.inf:
         raise ValueError(
-            "sample_weight: needs max_weight=, the largest weight that a record may have, as a public number: a "
-            "record counts with its weight over it. Larger weights are cut. Nothing was spent."
+            "sample_weight: needs max_weight=, the largest weight that a record may have, as a public number. A "
+            "record counts with its weight ÷ max_weight. Larger weights are cut. Nothing was spent."
         )
     weights = cell_numbers(sample_weight)
     if weights.shape != (rows,):

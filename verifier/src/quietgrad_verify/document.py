@@ -121,7 +121,7 @@ def parse(content: bytes, name: str) -> Claim:
     if type(version) is not int or version not in VERSIONS:
         raise Unreadable(f"{name}: is of a version that is not read here; those read are 1 and 2.")
     if spelt != content:
-        raise Unreadable(f"{name}: was altered: it is not spelt as claims are (keys, numbers or spaces).")
+        raise Unreadable(f"{name}: was altered: it is not in canonical form (keys, numbers or spaces).")
     body = value.get("body")
     wanted = BODY_1 if version == 1 else BODY_2
     if set(value) != {"body", "digest", "format", "signature", "version"} or not isinstance(body, dict):

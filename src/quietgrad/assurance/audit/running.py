@@ -230,9 +230,9 @@ def run(
 ) -> AuditReport:
     """Attack a configuration with canaries and compare a lower bound on its ε with the ε it claims.
 
-    The algorithm and the curator are the production ones; only the data are the auditor's. Un-sampled Gaussian
-    releases are tested by d′ (L1), everything by Clopper–Pearson bounds on the whole transcript or, end to end, on
-    the final model alone (L2), and the noise itself by exact probes (L0).
+    The algorithm and the curator are the production ones; only the data are the auditor's. Exact probes test the
+    noise itself (L0). Un-sampled Gaussian releases are tested by d′ (L1). All releases are tested by
+    Clopper–Pearson bounds on the whole transcript or, end to end, on the final model alone (L2).
 
     Args:
         algorithm: what to audit, with the settings to audit.

@@ -118,7 +118,7 @@ def parse(content: bytes, name: str) -> PrivacyCertificate:
     with boundary(f"{name}: was altered: it holds a number or a text that no certificate has."):
         spelt = canonical(value) + b"\n"
     if spelt != content:
-        raise DataError(f"{name}: was altered: it is not spelt as certificates are (keys, numbers or spaces).")
+        raise DataError(f"{name}: was altered: it is not in canonical form (keys, numbers or spaces).")
     if (
         set(value) != _PARTS
         or not isinstance(value["body"], dict)
@@ -219,11 +219,11 @@ def issue(
     """Make the unsigned certificate of a run; ``DataError`` if nothing can be certified.
 
     ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
-    ``whole_ledger`` says which lines of it are copied: ``None`` those of the run's account, which show no other
-    account's name, ``False`` those of this run alone, and ``True`` all of all accounts. If they are more than a
-    certificate may hold, the lines of this run alone are copied.
-    The run's statement is first proved again and held against its options and its ledger: what refutes it there is
-    not certified. The ledger gets a line with the digest of the certificate, so that its head holds it fast.
+    ``whole_ledger`` chooses the lines that are copied. ``None`` copies those of the run's account, which show no
+    other account's name, ``False`` those of this run alone, and ``True`` all lines of all accounts. If they are
+    more than a certificate may hold, the lines of this run alone are copied. The run's statement is first proved
+    again and held against its options and its ledger: what refutes it there is not certified. The ledger gets a
+    line with the digest of the certificate, so that its head holds it fast.
     """
     path = Path(folder)
     result = load(path)

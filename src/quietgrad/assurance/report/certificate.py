@@ -114,31 +114,32 @@ _PROTECTED = {
 }
 _UNIT = {
     PrivacyUnit.RECORD: (
-        "One person is one record. Someone with k records is protected only at the k-fold group level."
+        "One person is one record. A person with k records is protected only at the k-fold group level."
     ),
     PrivacyUnit.PERSON: (
-        "The ids that were given say which records are one person's. Someone with several ids is protected as each."
+        "The ids that were given say which records are one person's. A person with several ids is protected as "
+        "each of them."
     ),
     PrivacyUnit.PARTY: (
-        "One party is a member with all that it holds. Who the members are is public. Someone whose data several "
-        "of them hold is protected only at the group level of so many parties."
+        "One party is a member with all that it holds. The list of members is public. A person whose data "
+        "several of them hold is protected only at the group level of so many parties."
     ),
 }
 _ASSUMPTIONS = (
-    "The roles called trusted above kept their data to themselves; the guarantee is about what was released.",
+    "The roles called trusted above published nothing else; the guarantee covers what was released.",
     "Noise and samples came from a cryptographic generator with a fresh secret key, which was destroyed.",
     "Everything in the configuration (bounds, classes, vocabularies, step sizes) was chosen without these records.",
 )
 SCORES = (
     "Scores marked “private records” or “held out”: they were computed without noise, and held-out people are "
-    "people. What stands under “On held-out people, privately” has a statement of its own."
+    "people. The section “On held-out people, privately” has a statement of its own."
 )
 NOT_COVERED = (
-    "Hyper-parameter search: runs tried on the same people before this one spend privacy too; "
-    "they count only if they are in the ledger under the same account.",
+    "Hyper-parameter search: earlier runs on the same people spend privacy too. "
+    "They count only if they are in the ledger under the same account.",
     SCORES,
     "Side channels: running time, memory, crash messages and log files of the training machine.",
-    "What the model reveals about groups or the population: learning that is its purpose.",
+    "Facts about groups or the population: the model is meant to learn them.",
 )
 
 

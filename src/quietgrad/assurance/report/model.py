@@ -57,6 +57,8 @@ class FittedModel:
     has_ranges: bool = False
     is_scaled: bool = False
     """Whether columns with declared bounds were mapped to [0, 1]."""
+    is_numbered: bool = False
+    """Whether the rows are parameters by their number, because the run does not name its features."""
 
     @property
     def has_intervals(self) -> bool:
@@ -75,8 +77,14 @@ def model_of(result: Result) -> FittedModel:
     if shapes := result.details.get("shapes"):
         declared = result.details.get("declared_bounds") or {}
         names = [str(shape["name"]) for shape in shapes[:_MOST_SHAPES]]
-        drawn = tuple((name, _shape(shape, declared.get(name))) for name, shape in zip(names, shapes, strict=False))
+        flags = set(result.details.get("flags") or ())
+        drawn = tuple(
+            (name, _flag(shape) if name in flags else _shape(shape, declared.get(name)))
+            for name, shape in zip(names, shapes, strict=False)
+        )
         return FittedModel(score, shapes=drawn, shapes_left_out=len(shapes) - len(drawn))
+    if not facts and np.ndim(result.params) == 1 and len(result.params) <= _MOST_ROWS:
+        return _numbered_parameters(np.asarray(result.params, dtype=np.float64))
     if name not in LOSSES or "features" not in facts:
         return FittedModel(score)
     objective = saved_objective(facts)
@@ -86,9 +94,21 @@ def model_of(result: Result) -> FittedModel:
     return _linear_model(result, score, weights, bias if facts["intercept"] else None)
 
 
+def _numbered_parameters(params: Floats) -> FittedModel:
+    """The parameters of a run made in Python, which knows its loss as an object and not by name."""
+    rows = [FeatureRow(f"θ{k}", "", "", (f"{value:.4g}",), "") for k, value in enumerate(params)]
+    shown, folded = (rows, []) if len(rows) <= _MOST_OPEN + 5 else (rows[:_MOST_OPEN], rows[_MOST_OPEN:])
+    return FittedModel("objective", rows=tuple(shown), folded=tuple(folded), is_numbered=True)
+
+
 def _linear_model(result: Result, score: str, weights: Floats, bias: Floats | None) -> FittedModel:
     facts, details = result.details["model"], result.details
-    names = [str(name) for name in facts.get("feature_names") or [f"x{k}" for k in range(len(weights))]]
+    names = [
+        str(name)
+        for name in facts.get("feature_names")
+        or details.get("feature_names")
+        or [f"x{k}" for k in range(len(weights))]
+    ]
     values = weights if bias is None else np.vstack([weights, bias])
     names = [*names, INTERCEPT][: len(values)]
     errors = _standard_errors(details, values)
@@ -146,7 +166,7 @@ def _found_ranges(details: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     if limits is None or any(len(side) != len(features) for side in limits):
         return {}
     pairs = list(zip(map(float, limits[0]), map(float, limits[1]), strict=True))
-    bound = (details.get("model") or {}).get("row_bound")
+    bound = (details.get("model") or {}).get("row_bound") or details.get("declared_row_bound")
     if bound is not None and set(pairs) == {(-float(bound), float(bound))}:
         return {}  # the bound on rows, which says nothing of one feature
     return {name: pair for name, pair in zip(features, pairs, strict=True) if all(map(math.isfinite, pair))}
@@ -163,8 +183,20 @@ def _means(
     texts = {}
     for name, mean, error in zip(features, means, errors, strict=True):
         low, high = declared.get(name) or (0.0, 1.0)
-        texts[name] = f"{low + (high - low) * mean:.4g} ± {(high - low) * error:.2g}"
+        texts[name] = _with_error(low + (high - low) * mean, (high - low) * error)
     return texts
+
+
+def _with_error(value: float, error: float) -> str:
+    """A number to the digits that its error leaves.
+
+    >>> _with_error(0.0001745, 0.0025), _with_error(41.23456, 0.31), _with_error(51234.5, 800.0)
+    ('0.0002 ± 0.0025', '41.23 ± 0.31', '51234 ± 800')
+    """
+    if not (math.isfinite(value) and math.isfinite(error) and error > 0.0):
+        return f"{value:.4g} ± {error:.2g}"
+    digits = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
 def _shape(shape: Mapping[str, Any], bounds: Sequence[float] | None) -> str:
@@ -179,7 +211,20 @@ def _shape(shape: Mapping[str, Any], bounds: Sequence[float] | None) -> str:
         return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
     low, high = bounds or (0.0, 1.0)
     edges = [low + (high - low) * float(edge) for edge in shape["where"]]
-    bins = zip(pairwise(edges), values, strict=True)
-    points = [(edge, value) for ends, value in bins for edge in ends]
-    bars = [2.0 * error for error in errors for _ in range(2)]
+    points, bars = [], []
+    for (left, right), value, error in zip(pairwise(edges), values, errors, strict=True):
+        points += [
+            (left, value),
+            ((left + right) / 2.0, value),
+            (right, value),
+        ]  # the bar is in the middle of the bin
+        bars += [0.0, 2.0 * error, 0.0]
     return Lines(title, [Series(title, points, bars)], title, effect).svg()
+
+
+def _flag(shape: Mapping[str, Any]) -> str:
+    """Draw the function of a feature that is 0 or 1: its values there, whatever its bins between them are."""
+    title, ends = str(shape["name"]), (("no", 0), ("yes", -1))
+    values, errors = ([float(v) for v in shape[key]] for key in ("values", "errors"))
+    rows = [(word, values[k], values[k] - 2.0 * errors[k], values[k] + 2.0 * errors[k]) for word, k in ends]
+    return Intervals(title, rows, "effect on the score").svg()

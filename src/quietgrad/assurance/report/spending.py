@@ -24,6 +24,8 @@ class Spending:
     ε asked 1 = model 0.8 + score 0.2, at δ = 1e-06, add-remove
     >>> print(Spending(((1.0, 1e-6), (0.3, 1e-6)), (1.0, 1e-6), "add-remove"))
     ε asked 1, spent 1.3 = model 1 + score 0.3, at δ = 2e-06, add-remove
+    >>> print(Spending(((0.5, 1e-6),), (0.5, 1e-6), "add-remove"))
+    ε asked 0.5, spent on the model, at δ = 1e-06, add-remove
     >>> print(Spending(((0.4, 1e-6),), None, "replace-one"))
     ε spent 0.4 on the model, at δ = 1e-06, replace-one
     >>> print(Spending(((0.4, 1e-6),), None, "add-remove", apart=True))
@@ -55,6 +57,8 @@ class Spending:
         total = " + ".join(f"{name} {part[0]:.4g}" for name, part in zip(names, self.parts, strict=False))
         if self.asked is None:
             words = f"ε spent {self.epsilon:.4g} on the model" if len(self.parts) == 1 else f"ε spent {total}"
+        elif math.isclose(self.epsilon, self.asked[0], rel_tol=_SAME) and len(self.parts) == 1:
+            words = f"ε asked {self.asked[0]:.4g}, spent on the model"
         elif math.isclose(self.epsilon, self.asked[0], rel_tol=_SAME):
             words = f"ε asked {self.asked[0]:.4g} = {total}"
         else:

@@ -32,7 +32,7 @@ class _Named(StrEnum):
 
 
 class Relation(_Named):
-    """The neighbouring relation: which pairs of data sets must look alike.
+    """The neighbouring relation: the pairs of data sets that an output must not distinguish.
 
     ``add-remove``: one has a record more; the sensitivity of a sum of vectors of norm ≤ C is C.
     ``replace-one``: both have n records and differ in one; the sensitivity is 2C and n is public.

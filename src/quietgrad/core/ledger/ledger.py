@@ -98,15 +98,14 @@ class Ledger:
     ) -> Reservation:
         """Write the whole cost of ``event`` to the disk, before anything is released.
 
-        With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
-        are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
-        A run without a name is called after its reservation. Spellings of one account (case, spaces around) are
-        one account, kept as first spelled.
-        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``; the table of a ``part`` (a
-        fold of a cross-validation) is expected to differ from others of its account.
-        ``unit`` is the privacy unit of the guarantee; an account has one, and an entry of another is refused: its
-        cost to a person with k records is not known.
-        ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
+        A cap is the account's own in the ledger, the argument, or both. The account's entries and ``event`` are
+        composed and proved under the cap's relation at the cap's δ. ``BudgetError`` is raised if the total exceeds
+        it. A run without a name is called after its reservation. Spellings of one account (case, spaces around) are
+        one account, kept as first spelled. ``fingerprint`` (see :func:`fingerprint`) only warns, with
+        ``LedgerWarning``; the table of a ``part`` (a fold of a cross-validation) is expected to differ from others
+        of its account. ``unit`` is the privacy unit of the guarantee. An account has one unit, and an entry of
+        another is refused, because its cost to a person with k records is not known. ``condition`` is the clause
+        under which the event's ε holds; the account's total holds under those of all.
         """
         cost = Cost(event, check_delta(delta), Relation.parse(relation), PrivacyUnit.parse(unit), condition)
         return self.reserve_cost(account, cost, run=run, cap=cap, note=note, fingerprint=fingerprint, part=part)
@@ -165,11 +164,11 @@ class Ledger:
     ) -> events.Event:
         """Close a reservation and return the event that the account is charged for it.
 
-        ``spent_event`` is what was really released, a part of what was reserved. It is charged instead of the
-        reservation only if the stop did not depend on the data (``data_dependent=False``) or the reservation
-        is a zCDP filter; otherwise, and without it, the reserved cost stays.
-        Closing again with the same outcome returns what was booked and writes nothing, so a run that crashed
-        between its close and its result may simply close once more; another outcome is refused.
+        ``spent_event`` is what was really released, a part of what was reserved. It replaces the reserved cost only
+        if the stop did not depend on the data (``data_dependent=False``), or if the reservation is a zCDP filter.
+        Otherwise the reserved cost stays. Closing again with the same outcome returns the entry and writes nothing.
+        A run that crashed between its close and its result may therefore close once more. Another outcome is
+        refused.
         """
         with self._chain.writing() as writer:
             held = self._held(writer.entries, reservation_id)
@@ -187,8 +186,8 @@ class Ledger:
                 if counts == held.counts:
                     return counts
                 raise LedgerError(
-                    f"{self.path}: reservation {reservation_id!r} is already closed and booked otherwise; "
-                    "what is booked is not changed."
+                    f"{self.path}: reservation {reservation_id!r} is already closed with another cost; a closed "
+                    "entry does not change."
                 )
             left = None if counts == reserved else counts.to_json()
             outcome = {"reason": reason, "data_dependent": data_dependent, "gives_back_all_but": left}
@@ -319,8 +318,9 @@ class Ledger:
 
         It is the newest open reservation, else the newest closed one, else ``None``.
 
-        Look at ``state`` before releasing anything under it: a closed one is booked. ``reservation.event`` is what
-        was reserved, ``counts`` what is charged, ``fingerprint`` the table it was for.
+        Check ``state`` before releasing anything under it, because a closed entry does not change.
+        ``reservation.event`` is what was reserved, ``counts`` what is charged, ``fingerprint`` the table it was
+        for.
         """
         return self.book().find(run)
 

@@ -116,13 +116,13 @@ class LockedAppendFile:
     def append(self, data: bytes, *, durable: bool = True) -> None:
         """Write; durably, or so that at least no death of the process can lose it."""
         if not self._free.alive:  # the number of a closed file may be another file's by now
-            raise DataError(f"{self.path}: was let go of; nothing more is kept in it.")
+            raise DataError(f"{self.path}: was released by this process; it takes no more entries.")
         try:
             append_whole(self._file, data, durable=durable)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: cannot be written ({os_error_text(error)}), and nothing was given; make room, "
-                f"start again."
+                f"{self.path}: cannot be written ({os_error_text(error)}), and nothing was released; free some "
+                "space on the disk and start again."
             ) from None
 
     def sync(self) -> None:

@@ -259,8 +259,9 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         """Refuse releases that the sensitivity is not proved for."""
         if participation is None:
             raise SettingError(
-                f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
-                "part; use {sampling='single-pass'} or 'turns', or 'poisson-turns' for secret samples. The whole "
+                f"correlated noise on {sampling}: needs a fixed number of releases per record, at fixed "
+                "distances; use {sampling='single-pass'} or 'turns', or 'poisson-turns' for secret samples. The "
+                "whole "
                 "table in every release (DP-GD) gains nothing from it."
             )
         k, b = participation
@@ -386,8 +387,8 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
         """Refuse releases that the windows are not proved for."""
         if participation is None:
             raise SettingError(
-                f"noise in bands on {sampling}: a record's releases must be certain to be as far apart as there "
-                "are bands; use {sampling='poisson-turns'}."
+                f"noise in bands on {sampling}: needs a record's releases at least as far apart as there are "
+                "bands; use {sampling='poisson-turns'}."
             )
         k, b = participation
         if count > self.releases or (k > 1 and b < self.cohorts):

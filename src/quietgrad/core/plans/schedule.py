@@ -73,8 +73,8 @@ class Plan:
             self.with_count(self.schedule.event(1.0, self.budget.relation))
         if self.budget is not None and self.schedule != self.schedule.under(self.budget.relation):
             raise ValueError(
-                f"plan: its samples are drawn for neighbours of another relation than {self.budget.relation}; make "
-                "the schedule for it, by schedule.under(relation)."
+                f"plan: the schedule is for another relation than {self.budget.relation}; use "
+                "schedule.under(relation)."
             )
 
     @property
@@ -167,8 +167,8 @@ class Plan:
     def whole_only(self) -> bool:
         """Whether a run that stops early still costs the whole plan.
 
-        It does in three cases: the data decide which releases are made, the number of releases is itself secret (a
-        random round, a search), or the plan follows from a private count, and ε holds over all possible counts.
+        It does in three cases. The data decide which releases are made; the number of releases is itself secret (a
+        random round, a search); or the plan follows from a private count, and ε holds over all counts.
         """
         random = any(slot.law is not None for slot in self.schedule.slots)
         return self.schedule.adaptive or random or self.schedule.rounds is not None or self.counted is not None

@@ -164,8 +164,8 @@ class Schedule:
                 self.composition in ("sequential", "parallel") and all(slot.interleaves for slot in run)
             ):
                 raise ValueError(
-                    "correlated noise: its releases are one slot of a run, without filters, searches, secret "
-                    "samples or other than Gaussian noise in between; use independent noise with this method."
+                    "correlated noise: needs all its releases in one slot, without filters, searches, secret "
+                    "samples or noise of another law in between. Use independent noise with this method."
                 )
         if self.composition == "parallel":
             passes = {slot.sampling.pass_size for slot in self.slots}

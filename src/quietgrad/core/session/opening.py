@@ -193,8 +193,8 @@ def opening(
         raise DataError(f"{keeping.folder}: an interrupted run is kept here; resume it, or choose another folder.")
     if terms.noise_multiplier is not None and terms.counts_privately:
         raise ValueError(
-            "noise_multiplier: what it costs depends on n, which is a secret under add-remove; declare n_public "
-            "with it, or leave it out."
+            "noise_multiplier: its ε depends on n, which is secret under add-remove; pass n_public too, or "
+            "leave it out."
         )
     name = terms.n_public.run if isinstance(terms.n_public, PublicCount) else None
     holder = curator(adapter, data, account=terms.account, seed=terms.seed, key=terms.key, run=name or None)

@@ -65,7 +65,7 @@ class SecureSumConfig:
         bound: L2 bound of one party's vector (sum over its records), clipped on encoding.
         sigma: σ > 0 of the guaranteed noise, or 0 for an exact sum that is **not private**.
         honest: masks: h, how many honest parties remain in any sum; default m − 1, so that no single party,
-            who knows her own share of the noise, sees less than σ.
+            which knows its own share of the noise, sees less noise than σ.
         colluders: masks: how many parties may work with the server; default 1. Up to m − h − colluders parties
             may drop in a round.
         servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
@@ -357,7 +357,7 @@ class ThreatModel:
 
 
 def threat_model(terms: SecureSumConfig) -> ThreatModel:
-    """Describe what a configuration protects, against whom, and its cost in noise."""
+    """Describe the protection of a configuration, its adversaries, and its cost in noise."""
     rows = _masks(terms) if terms.masked else _rows(_SHARES[terms.mode] + _ALL_SHARES, terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
@@ -375,30 +375,30 @@ def _rows(text: str, t: SecureSumConfig, **words: str | float) -> list[tuple[str
 
 _NOISE = """
 noise in the sum | variance {t.variance_factor:.4g} times that of a trusted curator (standard deviation
-    {deviation:.4g} times); what the adversary does not know is 1.0 times
-price of integers | total variation {slack:.2g} per release, charged to δ; rounding adds {rounding:.2g} to the L2
+    {deviation:.4g} times); the part that the adversary does not know has variance 1.0 times
+discrete noise | total variation {slack:.2g} per release, charged to δ; rounding adds {rounding:.2g} to the L2
     sensitivity
 """
 _ALWAYS = """
 outsiders | messages are encrypted and authenticated (X25519, Ed25519, AES-256-GCM); an altered, repeated,
     reordered or misdirected message aborts the round and names its sender. Which roles talk, when and how much is
     visible
-not covered | a party who lies about her own data or ignores the clipping bound can falsify the sum (her vector is
-    never seen); any role can stop a round; all see the released sums, whose cost is in the ledger
+not covered | a party that sends false data or ignores the clipping bound can falsify the sum (its vector is never
+    seen); any role can stop a round; all see the released sums, whose cost is in the ledger
 """
 _MASKS = """
 setting | one server, {t.parties} parties, pairwise masks; each party adds 1/{t.honest} of the noise variance
 server | sees uniformly random vectors and the noisy sum; it {server}
 to weaken the noise | more than {t.colluders} of {t.parties} parties pool their noise shares (a party always knows
-    her own); up to {t.colluders} of them, with or without the server, still face the full noise of {t.honest}
+    its own); up to {t.colluders} of them, with or without the server, still face the full noise of {t.honest}
     honest parties
 to see one party's vector | the server and {others} work together{lying}; the vector then still carries the party's
     own share, 1/{t.honest} of the variance
 parties that drop | up to {t.tolerated_dropouts} per round may be missing from the sum; once it is sent,
     {t.threshold} of {holders} must stay to open it. With fewer the round is aborted by name and nothing is
     released
-who lied | a false share names its holder, shares that open nothing their dealer; a complaint names two; a sum
-    longer than data and noise can be names no party and is not used
+false shares | a false share identifies its holder; shares that open nothing identify their dealer; a complaint
+    identifies two parties. A sum longer than data and noise can be is not used, and identifies no party
 on restart | new keys; no stream or round key is ever used again
 """
 _STRICT = "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
@@ -410,7 +410,7 @@ _SEMI_HONEST = (
     "and two different lists are found out in the next round by its own signatures"
 )
 _NEIGHBOURS = """
-neighbours | each party draws {t.graph.neighbours} holders and {t.graph.partners} mask partners by herself and
+neighbours | each party draws {t.graph.neighbours} holders and {t.graph.partners} mask partners by itself and
     signs them; against {t.colluders} parties corrupted beforehand and {dropped} that drop by themselves privacy
     fails with probability {t.graph.failure:.2g} (charged to δ, eight times per release), and a round is lost for
     lack of holders with {t.graph.lost:.2g}

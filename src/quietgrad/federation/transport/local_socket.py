@@ -45,7 +45,7 @@ def serve(site: Responder, path: Path, *, most: int) -> None:
     """Answer at ``path``, which only the owner's group may use, until the run is over."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise DataError(f"{path}: is there and no socket; choose another path for --listen.")
+            raise DataError(f"{path}: exists and is no socket; choose another path for --listen.")
         try:
             with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError, ProtocolError):
                 carry(path, b"", most=most, seconds=1.0)
