@@ -166,7 +166,8 @@ def cut(vectors: Floats, length: float | Floats) -> Floats:
 
 def measured(place: tuple[Any, ...]) -> Row:
     """Both methods in one cell."""
-    cell, row = Cell(*place), {"place": list(place)}
+    cell = Cell(*place)
+    row: Row = {"place": list(place)}
     for method, lists in GRIDS.items():
         search = Search(method, cell, {name: list(each) for name, each in lists.items()}, STAGES, LAST, LONGEST)
         row[method] = search.recorded(search.run(), RUNS)
