@@ -101,8 +101,8 @@ class FederatedPlan(Plan):
             raise SettingError("{trust}: must be 'curator', 'secure' or 'local'.", trust=self.trust)
         if (self.trust == "secure") != (self.secure is not None):
             raise SettingError(
-                "{trust}, {secure}: set secure to 'masks', 'servers' or 'mpc' if trust is 'secure', and leave it out "
-                "otherwise.", trust=self.trust, secure=self.secure,
+                "{trust}, {secure}: set secure to 'masks', 'servers' or 'mpc' if trust is 'secure', and leave it "
+                "out otherwise.", trust=self.trust, secure=self.secure,
             )  # fmt: skip
         if self.secure is not None and self.secure not in get_args(Mode):
             raise SettingError("{secure}: must be 'masks', 'servers' or 'mpc'.", secure=self.secure)
