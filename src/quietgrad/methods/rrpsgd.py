@@ -18,9 +18,9 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.plans.schedule import plan
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.queries import LossConstants
-from quietgrad.core.settings import Count, NotNegative, Positive, Within
+from quietgrad.core.settings import Count, NotNegative, Positive
 from quietgrad.core.vectors import Vector, norm
-from quietgrad.methods.base import FirstOrder, Output
+from quietgrad.methods.base import FirstOrder, Output, check_known
 from quietgrad.methods.learning_rates import Inverse, InverseSqrt, LearningRate
 from quietgrad.methods.oracles.base import Oracle
 from quietgrad.methods.oracles.gradient_estimators import MiniBatch
@@ -91,7 +91,7 @@ class RRPSGD(FirstOrder):
         (400, 0.25, True)
         """
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
-        Within(0.0, closed=False).check("initial_gap", initial_gap)
+        check_known(n, dim, budget, initial_gap=initial_gap)
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
                              learning_rate=1.0 / smooth)  # fmt: skip
         z = plan(draft, n=n, budget=budget).noise_multiplier
