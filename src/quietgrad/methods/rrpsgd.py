@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import SettingError
 from quietgrad.core.plans.schedule import plan
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.queries import LossConstants
@@ -24,6 +25,8 @@ from quietgrad.methods.base import FirstOrder, Output, check_known
 from quietgrad.methods.learning_rates import Inverse, InverseSqrt, LearningRate
 from quietgrad.methods.oracles.base import Oracle
 from quietgrad.methods.oracles.gradient_estimators import MiniBatch
+
+_MOST_STEPS = 10**7  # whose random round is averaged over in memory
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,12 @@ class RRPSGD(FirstOrder):
         check_known(n, dim, budget, initial_gap=initial_gap)
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
                              learning_rate=1.0 / smooth)  # fmt: skip
+        if draft.steps > _MOST_STEPS:
+            raise SettingError(
+                f"{{batch_size}}: the theorem's (n/batch_size)² = {draft.steps:.1e} steps are too many to account for. "
+                f"Use batch_size={math.ceil(n / math.sqrt(_MOST_STEPS))} or more.",
+                batch_size=batch_size,
+            )
         z = plan(draft, n=n, budget=budget).noise_multiplier
         spread = lipschitz * math.sqrt(4.0 / batch_size + dim * (z / batch_size) ** 2)
         reach = math.sqrt(2.0 * initial_gap / smooth)
