@@ -226,7 +226,7 @@ def test_privacy_bounds_the_generalisation_gap(
 
 def test_a_run_of_too_many_steps_to_account_for_names_the_batch_that_has_fewer() -> None:
     known = {"n": 100_000, "dim": 5, "budget": qg.Budget(1.0, 1e-5), "initial_gap": 0.7}
-    with pytest.raises(ValueError, match="batch_size=1: .* Use batch_size=32 or more"):
+    with pytest.raises(ValueError, match=r"batch_size=1: .* Use batch_size=32 or more"):
         qg.RRPSGD.theory(CONVEX.constants(), **known)  # type: ignore[arg-type]
 
 

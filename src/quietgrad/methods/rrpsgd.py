@@ -94,15 +94,15 @@ class RRPSGD(FirstOrder):
         (400, 0.25, True)
         """
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
-        check_known(n, dim, budget, initial_gap=initial_gap)
-        draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
-                             learning_rate=1.0 / smooth)  # fmt: skip
-        if draft.steps > _MOST_STEPS:
+        check_known(n, dim, budget, initial_gap=initial_gap, batch_size=batch_size)
+        if (n / batch_size) ** 2 > _MOST_STEPS:
             raise SettingError(
-                f"{{batch_size}}: the theorem's (n/batch_size)² = {draft.steps:.1e} steps are too many to account for. "
+                "{batch_size}: the theorem's (n/batch_size)² steps are too many to account for. "
                 f"Use batch_size={math.ceil(n / math.sqrt(_MOST_STEPS))} or more.",
                 batch_size=batch_size,
             )
+        draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
+                             learning_rate=1.0 / smooth)  # fmt: skip
         z = plan(draft, n=n, budget=budget).noise_multiplier
         spread = lipschitz * math.sqrt(4.0 / batch_size + dim * (z / batch_size) ** 2)
         reach = math.sqrt(2.0 * initial_gap / smooth)
