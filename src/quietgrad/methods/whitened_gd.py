@@ -79,6 +79,7 @@ _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
 _AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs no accuracy
 _WIDE = 2.5  # times the clip: most gradients are shorter; wider still only where signal abounds
 _ABOUNDS = 8.0
+_LEAPS = 1.6  # times 1 + β: descent diverges at 2
 _DOUBTS = 2.0  # standard errors by which a curvature must be too large for the step
 _WIDEST_COUNTS = 16.0  # in means of the counts: a clip for the rarest would drown the rest
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
@@ -259,12 +260,12 @@ class WhitenedGD(Algorithm):
     def _calm(self, state: State, session: Session, gradient: Floats) -> None:
         """Shorten the steps where they leap over the minimum, further each time.
 
-        Steps are sized for features that whitening makes uncorrelated. A diagonal does not: of d correlated
-        features the steepest direction has up to d times the curvature of one, and heavy-ball descent diverges where
-        step times curvature exceeds 2(1 + β). The last move Δ and the change of the gradient along it show the
-        curvature Δ·(g − g′)/‖Δ‖², which is no larger than the steepest one. Steps become shorter where it is too
-        large by more than noise: that of g, that of g′, and what both Δ and g′ have of the latter. Only releases
-        are read, so this costs no privacy.
+        Steps are sized for features that whitening makes uncorrelated. A diagonal does not: the steepest direction
+        of d correlated features has up to d times the curvature of one. Heavy-ball descent diverges where step
+        times curvature exceeds 2(1 + β). The last move Δ and the change of the gradient along it show the curvature
+        Δ·(g − g′)/‖Δ‖², which is no larger than the steepest one. Steps become shorter where it is too large by
+        more than noise: that of g, that of g′, and what both Δ and g′ have of the latter. Only releases are read,
+        so this costs no privacy.
         """
         extra, pace = state.extra, _pace_of(session.objective) / self.learning_rate
         noise = noise_of(session, "gradient", extra["clip"]) / session.expected_batch("gradient")
@@ -275,8 +276,8 @@ class WhitenedGD(Algorithm):
             curvature = (float(moved @ (gradient - extra["last_gradient"])) - shared) / square
             doubt = noise * math.sqrt(2.0 / square) + shared * math.sqrt(2.0 / size) / square
             limit = (1.0 + extra["momentum"]) * pace
-            if (curvature - _DOUBTS * doubt) * extra["rate"] > limit:
-                extra["rate"] = limit / (curvature - _DOUBTS * doubt)
+            if (least := curvature - _DOUBTS * doubt) * extra["rate"] > _LEAPS * limit:
+                extra["rate"] = limit / least
                 extra["velocity"] = np.zeros_like(gradient)
         extra["last_inner"], extra["last_gradient"] = extra["inner"].copy(), gradient.copy()
 
