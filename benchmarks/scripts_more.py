@@ -396,7 +396,7 @@ _QUIET: dict[str, Any] = {
 
 @shape("mlp", "cnn")
 def lightning_in_configure_optimizers(model: nn.Module, data: Any) -> Any:
-    """The module makes itself private in place; validation, a scheduler and checkpoints are Lightning's."""
+    """The network is made private in place; validation, a scheduler and checkpoints are Lightning's."""
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -409,7 +409,7 @@ def lightning_in_configure_optimizers(model: nn.Module, data: Any) -> Any:
 
         def training_step(self, batch: Any, _: int) -> Any:
             x, y = batch
-            return self.private[1](self(x), y)
+            return self.private[1](self.net(x), y)
 
         def validation_step(self, batch: Any, _: int) -> None:
             x, y = batch
@@ -417,7 +417,9 @@ def lightning_in_configure_optimizers(model: nn.Module, data: Any) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
-            _, optimizer, loader, criterion = private(self, data, optimizer=optimizer, wrap_model=False, epochs=2)
+            _, optimizer, loader, criterion = private(
+                self.net, data, optimizer=optimizer, wrap_model=False, epochs=2
+            )  # fmt: skip
             self.private = [loader, criterion]
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
