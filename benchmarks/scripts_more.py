@@ -360,7 +360,7 @@ def cross_validation(model: nn.Module, data: Any) -> Any:
 
 @shape("mlp", "cnn")
 def progress_bar_and_device(model: nn.Module, data: Any) -> Any:
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made, optimizer, loader, criterion = private(model.to(device), data)

@@ -152,7 +152,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
     >>> uncompiled(layers)[0]._compiled_call_impl is None
     True
     """
-    made_plain = []
+    made_plain: list[str] = []
+    parts: object = module
+    if not isinstance(parts, nn.Module):  # what is none is refused where modules are checked
+        return module
     while "_orig_mod" in module._modules:
         module, made_plain = module._modules["_orig_mod"], ["the module"]  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
