@@ -240,7 +240,7 @@ def _print_tables(rows: list[Row]) -> None:
 def _first_parts(words: str) -> str:
     """The parts of a composition that fit a cell, and the number of the others.
 
-    >>> _first_parts("gaussian(noise 30.19) + gaussian(noise 42.69) + gaussian(noise 24.65) + 32 × gaussian(noise 20)")
+    >>> _first_parts("gaussian(noise 30.19) + gaussian(noise 42.69) + gaussian(noise 24) + 32 × gaussian(noise 20)")
     'gaussian(noise 30.19) + 3 more'
     """
     parts = words.split(" + ")
