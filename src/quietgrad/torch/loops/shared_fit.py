@@ -184,7 +184,7 @@ class SharedFit:
         kept.agree("algorithm", [self.algorithm.name, self.algorithm.config()], known)
         if counting(self.objective) != settings["people"]:
             raise DataError(
-                f"{kept.folder}: the run counted its people otherwise; resume it with the same person=."
+                f"{kept.folder}: the run was started with another person=; resume it with the same."
             )
         if len(kept.state.params) != self.examples.dim:
             raise DataError(
