@@ -10,6 +10,9 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
+# As `make test` has it: some tests fork, and a child cannot use threads that its parent's libraries had started.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("quietgrad", deadline=None)  # machines are noisy: nothing here asserts a time
 settings.load_profile("quietgrad")
 

@@ -26,7 +26,8 @@ import numpy as np
 import quietgrad as qg
 from quietgrad import data
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Batch, GradientQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.simulation import InProcess, assemble, simulate

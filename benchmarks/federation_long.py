@@ -61,7 +61,7 @@ class Fixed:
     def __init__(self, dimension: int) -> None:
         import torch
 
-        from quietgrad.core.session.queries import NoRegularizer
+        from quietgrad.core.session.objectives import NoRegularizer
 
         self.regularizer = NoRegularizer()
         self._start = torch.zeros(dimension)

@@ -26,7 +26,8 @@ import numpy.typing as npt
 import scipy
 from sklearn.datasets import load_svmlight_file
 
-from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import RecursiveMomentumQuery
 from quietgrad.tables.losses import Logistic
 
 Floats = npt.NDArray[np.float64]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.records import RecordGroup
 

@@ -30,7 +30,8 @@ from scipy import sparse
 from scipy.optimize import brentq
 
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
 from quietgrad.objectives import Logistic, Multinomial
 from quietgrad.tables.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.module import ModuleObjective
 

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +40,28 @@ def command(words: list[str]) -> str:
     return " ".join(["python", where.relative_to(ROOT).as_posix() if where.is_relative_to(ROOT) else script, *rest])
 
 
+def as_text(record: Any) -> str:
+    """JSON with one line for each value, and one for each list of numbers and words.
+
+    >>> print(as_text({"rows": [[1, 2.5], ["a]", 3]]}))
+    {
+     "rows": [
+      [1, 2.5],
+      [
+       "a]",
+       3
+      ]
+     ]
+    }
+    """
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    return re.sub(r"\[\n[^\[\]{}]*\n *\]", _on_one_line, text)
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return re.sub(r"\n *", " ", found[0]).replace("[ ", "[").replace(" ]", "]")
+
+
 def save(path: Path, numbers: dict[str, Any], *more: str) -> None:
     """Write ``numbers`` with what made them."""
     record = {
@@ -50,4 +73,4 @@ def save(path: Path, numbers: dict[str, Any], *more: str) -> None:
         **numbers,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(as_text(record) + "\n")

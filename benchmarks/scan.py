@@ -57,7 +57,8 @@ def _records(path: Path, threads: int) -> Any:
 
 
 def _pass(records: Any) -> None:
-    from quietgrad.core.session.queries import Batch, GradientQuery
+    from quietgrad.core.session.objectives import Batch
+    from quietgrad.core.session.queries import GradientQuery
 
     out = np.zeros(records.dim)
     records.answer(GradientQuery(np.full(records.dim, 0.01), 1.0), Batch(records, None), out)

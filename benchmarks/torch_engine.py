@@ -35,7 +35,7 @@ from torch.func import functional_call, grad, vmap
 
 from quietgrad.core.noise.grid import NoiseStream
 from quietgrad.core.noise.rng import fresh_key
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.records import RecordGroup
 

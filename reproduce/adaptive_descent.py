@@ -20,6 +20,7 @@ import argparse
 import itertools
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ from quietgrad.data import load
 from quietgrad.objectives import L2, Hinge, Logistic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.comparisons import Comparison, Contender, Tried, looked_at, reached_by
 from reproduce.store import Row, Store, Table, print_table
 
 EPSILONS, DELTA, RUNS, SEARCHED_AT = (0.05, 0.2, 0.8), 1e-8, 5, 0.2
 DATA = ("adult", "bank", "kddcup99")
 LOSSES = {"logistic": Logistic, "svm": Hinge}
-METHODS = ("dp-agd", "dp-gd, fixed", "dp-gd, tuned", "dp-sgd, tuned", "output perturbation, tuned", "non-private")
+CLASSES = {
+    "dp-agd": qg.DPAGD, "dp-gd, fixed": qg.DPGD, "dp-gd, tuned": qg.DPGD, "dp-sgd, tuned": qg.DPSGD,
+    "output perturbation, tuned": qg.OutputPerturbation, "non-private": qg.GD,
+}  # fmt: skip
+METHODS = tuple(CLASSES)
 Setting = dict[str, Any]
 
 
@@ -57,14 +63,10 @@ def accuracy(loss: str, method: str, setting: Setting, train: Any, test: Any, ep
     strength = setting.pop("strength", None)
     made: dict[str, Any] = {} if strength is None else {"regularizer": L2(strength)}
     objective = LOSSES[loss](row_bound=1.0, rows="normalize", **made)
-    algorithm = {
-        "dp-agd": qg.DPAGD, "dp-gd, fixed": qg.DPGD, "dp-gd, tuned": qg.DPGD, "dp-sgd, tuned": qg.DPSGD,
-        "output perturbation, tuned": qg.OutputPerturbation, "non-private": qg.GD,
-    }[method]  # fmt: skip
     if method == "non-private":
         setting = {"steps": 500, "learning_rate": 4.0}
     budget = None if method == "non-private" else qg.Budget(epsilon, DELTA, "replace-one")
-    fitted = qg.minimize(objective, train, algorithm(**setting), budget=budget)
+    fitted = qg.minimize(objective, train, CLASSES[method](**setting), budget=budget)
     return float(np.mean(objective.predict(test[0], fitted.params) == np.asarray(test[1])))
 
 
@@ -96,6 +98,39 @@ def study(data: str, loss: str) -> None:
                     found = accuracy(loss, method, chosen, train, test, epsilon)
                     STORE.keep("fits", {**key, **chosen, "accuracy": found})
         print(data, loss, method, "done", flush=True)
+
+
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """DP-AGD beside as many equally noisy steps, untuned, at every ε; tuned methods where they were searched."""
+    found: list[Comparison] = []
+    for data, loss, epsilon in itertools.product(DATA, LOSSES, EPSILONS):
+        what = f"{data}, {loss}, ε = {epsilon:g}: share of wrong answers"
+        pairs = [("dp-agd", "dp-gd, fixed")]
+        if epsilon == record["searched_at"]:
+            pairs += [
+                (method, "dp-gd, tuned") for method in METHODS if "tuned" in method and method != "dp-gd, tuned"
+            ]
+        found += [
+            Comparison(what, [contender(record, data, loss, epsilon, each) for each in pair]) for pair in pairs
+        ]
+    return found
+
+
+def contender(record: Mapping[str, Any], data: str, loss: str, epsilon: float, method: str) -> Contender:
+    """A method on one data set. Rows have length 1, so no gradient is longer; output perturbation needs no clip."""
+    search, fits = (
+        [row for row in record[kind] if (row["data"], row["loss"], row["method"]) == (data, loss, method)]
+        for kind in ("search", "fits")
+    )
+    fits = [row for row in fits if row["epsilon"] == epsilon]
+    names = ("steps", "batch_size", "learning_rate", "strength")
+    tried = looked_at(search, names, _wrong) if "tuned" in method else [Tried({}, 0.0)]
+    clip = min(1.0, getattr(CLASSES[method](), "clip", 1.0))
+    return Contender(method, tried, reached_by(fits, names, _wrong), lambda given: clip)
+
+
+def _wrong(row: Mapping[str, Any]) -> float:
+    return 1.0 - float(row["accuracy"])
 
 
 def tables(rows: dict[str, list[Row]]) -> list[Table]:

@@ -28,7 +28,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from quietgrad.objectives import Logistic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory
+from reproduce.comparisons import Comparison, Contender, clip_of, looked_at, reached_by
 from reproduce.mnist import LOSS, error, mnist
 from reproduce.models import MnistCNN2
 from reproduce.store import Row, Store, Table, print_table
@@ -73,7 +74,7 @@ RUNS = {"a9a": 16, "mnist": 3}
 Fit = Callable[[Any, float, int], float]
 
 
-def algorithm(method: str, given: Row, bands: int, steps: int, batch: int) -> Any:
+def algorithm(method: str, given: Mapping[str, Any], bands: int, steps: int, batch: int) -> Any:
     """The method at these settings."""
     shared: dict[str, Any] = {
         "steps": steps,
@@ -100,14 +101,10 @@ def grid(data: str, method: str, reaches: tuple[float, ...]) -> list[Row]:
     ]
 
 
-def chosen(data: str, rows: list[Row]) -> Row:
-    """The setting of the least held-out mean, of those of one cell that were looked at often enough."""
-    seen: dict[tuple[tuple[str, Any], ...], list[float]] = {}
-    for row in rows:
-        own = tuple((k, row[k]) for k in ("reach", "clip", "momentum", "gamma", "ratio") if k in row)
-        seen.setdefault(own, []).append(float(row["value"]))
-    often = {own: values for own, values in seen.items() if len(values) >= LOOKS[data]}
-    return dict(min(often, key=lambda own: statistics.fmean(often[own])))
+def chosen(method: str, rows: list[Row]) -> Row:
+    """The setting of the least held-out mean, of those of one cell that were looked at most often."""
+    best = Contender(method, looked_at(rows, _SETTINGS, _value), [], lambda given: 0.0).chosen
+    return dict(best or {})
 
 
 def search(data: str, method: str, tried: Callable[[Row, int], Row]) -> Row:
@@ -117,7 +114,8 @@ def search(data: str, method: str, tried: Callable[[Row, int], Row]) -> Row:
         rows = sorted(
             (tried(given, 0) for given in grid(data, method, reaches)), key=lambda row: float(row["value"])
         )
-        best = chosen(data, [tried(row, k) for row in rows[:FINALISTS] for k in range(LOOKS[data])])
+        looked = [tried(row, k) for row in rows[:FINALISTS] for k in range(LOOKS[data])]
+        best = chosen(method, looked)
         if best["reach"] not in (min(reaches), max(reaches)):
             return best
         low = best["reach"] == min(reaches)
@@ -136,7 +134,9 @@ def cell(data: str, key: Row, look: Fit, final: Fit) -> None:
         return {**row, "cpu_seconds": round(time.process_time() - began, 3)}
 
     def tried(given: Row, run: int) -> Row:
-        wanted = {name: given[name] for name in ("reach", "clip", "momentum", "gamma", "ratio") if name in given}
+        wanted: Row = {
+            name: given[name] for name in ("reach", "clip", "momentum", "gamma", "ratio") if name in given
+        }
         found = next(iter(_of([*known, *made], **wanted, run=run)), None)
         if found is None:
             found = measured(look, wanted, run)
@@ -144,7 +144,7 @@ def cell(data: str, key: Row, look: Fit, final: Fit) -> None:
         return found
 
     search(data, key["method"], tried)
-    best = chosen(data, [*known, *made])
+    best = chosen(key["method"], [*known, *made])
     STORE.keep("search", *made)
     runs = [k for k in range(RUNS[data]) if STORE.find("fits", **key, **best, run=k) is None]
     STORE.keep("fits", *(measured(final, best, k) for k in runs))
@@ -197,10 +197,42 @@ def noise_to_sampling(data: str, epsilon: float, batch: int) -> float:
     return DIMENSION[data] * z * z / batch
 
 
-def effective_clip(given: Row) -> float:
-    """The length that gradients are cut to in an update: C, or C1 + (1−γ)C2/γ under a joint clip."""
-    gamma = given.get("gamma", 1.0)
-    return float(given["clip"] * (1.0 + (1.0 - gamma) * given.get("ratio", 0.0)))
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Both methods in every cell that has final runs."""
+    found = []
+    for data, epsilon, batch, bands in cells():
+        key = {"data": data, "epsilon": epsilon, "batch_size": batch, "bands": bands}
+        pair = [contender(record, key, method) for method in METHODS]
+        if all(each.reached for each in pair):
+            what = "test loss" if data == "a9a" else "test error in %"
+            found.append(Comparison(f"{data}, ε = {epsilon:g}, noise in {bands} bands: {what}", pair))
+    return found
+
+
+def contender(record: Mapping[str, Any], key: Row, method: str) -> Contender:
+    """A method in one cell; γ = 1 is DP-SGD, and C2 = 0 the end of its list."""
+    data = key["data"]
+    search, fits = (_of(record[kind], method=method, **key) for kind in ("search", "fits"))
+    ends = {"momentum": 0.0, "gamma": 1.0, "ratio": 0.0}
+    return Contender(
+        method, looked_at(search, _SETTINGS, _value), reached_by(fits, _SETTINGS, _value),
+        lambda given: clip_of(algorithm(method, given, 1, STEPS[data], key["batch_size"])),
+        lambda name, _: ends.get(name),
+    )  # fmt: skip
+
+
+def cells() -> Iterator[tuple[str, float, int, int]]:
+    """Data, ε, batch and bands."""
+    for data, places in CELLS.items():
+        for epsilon, batch in places:
+            yield from ((data, epsilon, batch, bands) for bands in BANDS[data])
+
+
+_SETTINGS = ("reach", "clip", "momentum", "gamma", "ratio")
+
+
+def _value(row: Mapping[str, Any]) -> float:
+    return float(row["value"])
 
 
 def tables(rows: dict[str, list[Row]]) -> list[Table]:
@@ -211,26 +243,20 @@ def tables(rows: dict[str, list[Row]]) -> list[Table]:
     columns = ["data", "ε", "batch", "noise ÷ sampling", "bands", "DP-SGD", "± se", "DP-SRM", "± se",
                "effective clips", "runs", "settings tried", "CPU s, DP-SGD", "DP-SRM"]  # fmt: skip
     body: list[list[Any]] = []
-    for data in CELLS:
-        for epsilon, batch in CELLS[data]:
-            for bands in BANDS[data]:
-                key = {"data": data, "epsilon": epsilon, "batch_size": batch, "bands": bands}
-                looked = {m: _of(rows["search"], method=m, **key) for m in METHODS}
-                if not all(any(row["run"] == LOOKS[data] - 1 for row in mine) for mine in looked.values()):
-                    continue
-                found = {m: _of(rows["fits"], method=m, **key, **chosen(data, looked[m])) for m in METHODS}
-                if min(map(len, found.values())) < 2:
-                    continue
-                means = {m: statistics.fmean(r["value"] for r in found[m]) for m in METHODS}
-                errors = {m: statistics.stdev([r["value"] for r in found[m]]) / len(found[m]) ** 0.5
-                          for m in METHODS}  # fmt: skip
-                clips = [effective_clip(chosen(data, looked[m])) for m in METHODS]
-                tried = {m: len(_of(looked[m], run=0)) for m in METHODS}
-                seconds = [statistics.fmean(r["cpu_seconds"] for r in found[m]) for m in METHODS]
-                body.append([data, epsilon, batch, noise_to_sampling(data, epsilon, batch), bands,
-                             means["dp-sgd"], errors["dp-sgd"], means["dp-srm"], errors["dp-srm"],
-                             " / ".join(f"{clip:.3g}" for clip in clips),
-                             len(found["dp-sgd"]), f"{tried['dp-sgd']} / {tried['dp-srm']}", *seconds])  # fmt: skip
+    for data, epsilon, batch, bands in cells():
+        key = {"data": data, "epsilon": epsilon, "batch_size": batch, "bands": bands}
+        pair = [contender(rows, key, method) for method in METHODS]
+        outcomes = [each.outcome for each in pair]
+        if any(each is None or each.error is None for each in outcomes):
+            continue
+        runs = [_of(rows["fits"], method=each.method, **key, **(each.chosen or {})) for each in pair]
+        body.append([
+            data, epsilon, batch, noise_to_sampling(data, epsilon, batch), bands,
+            *(number for each in outcomes if each is not None for number in (each.mean, each.error)),
+            " / ".join(f"{each.effective_clip:.3g}" for each in pair), len(runs[0]),
+            " / ".join(str(each.count) for each in pair),
+            *(statistics.fmean(row["cpu_seconds"] for row in mine) for mine in runs),
+        ])  # fmt: skip
     return [{"title": "Test loss (a9a) and test error in % (mnist)", "columns": columns, "rows": body}]
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory
-from reproduce.mnist import Images, Settings, fit
+from reproduce.comparisons import Comparison
+from reproduce.mnist import Images, Settings, contender, fit
 from reproduce.models import CNN5, CNN6
 from reproduce.store import Row, Store, Table, print_table
 
@@ -166,6 +167,18 @@ def figure(network: str, runs: int) -> None:
                     print(
                         f"{network} {method} ε = {epsilon:g} run {number}: {row['error']:.2f} % wrong", flush=True
                     )
+
+
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Both methods at each ε of both networks; settings were searched at the middle ε alone."""
+    return [
+        Comparison(
+            f"CIFAR-10, {network}, ε = {epsilon:g}: test error in %",
+            [contender(record, {"network": network, "epsilon": epsilon}, method) for method in PAPER[network]],
+        )
+        for network in PAPER
+        for epsilon in PAPER[network]["dp-sgd"]
+    ]
 
 
 def tables(rows: dict[str, list[Row]]) -> list[Table]:

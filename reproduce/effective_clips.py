@@ -14,8 +14,8 @@ best: 256 steps of 1000 records, Poisson samples, add-remove, δ = 1e-5, 32 runs
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from quietgrad.data import load
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.bands import Fit, on_a_table
-from reproduce.comparisons import Comparison, Contender, Searched
+from reproduce.comparisons import Comparison, Contender, looked_at, reached_by
 from reproduce.store import Row, print_table
 
 FILE = Path(__file__).parent / "results" / "effective_clips.json"
@@ -56,26 +56,51 @@ def algorithm(method: str, given: Row, steps: int = STEPS, batch: int = BATCH) -
     )  # fmt: skip
 
 
-def searched(method: str, look: Fit) -> list[tuple[float, Row]]:
-    """Held-out means of the finalists, best first."""
+def searched(method: str, look: Fit) -> list[Row]:
+    """Looks at held-out rows: settings, run and loss."""
     name, values = OWN[method]
     grid = [{"clip": c, "reach": r, name: v} for c in CLIPS for r in REACHES for v in values]
-    first = sorted(((look(algorithm(method, g), EPSILON, 0), g) for g in grid), key=lambda pair: pair[0])
-    means = []
+    rows: list[Row] = [
+        {"method": method, **each, "run": 0, "value": look(algorithm(method, each), EPSILON, 0)} for each in grid
+    ]
     for clip in CLIPS:  # finalists at every clip: the methods are compared at one of them
-        for value, given in [pair for pair in first if pair[1]["clip"] == clip][: FINALISTS // 2]:
-            again = [look(algorithm(method, given), EPSILON, k) for k in range(1, LOOKS)]
-            means.append((statistics.fmean([value, *again]), given))
-    return sorted(means, key=lambda pair: pair[0])
+        best = sorted((row for row in rows if (row["clip"], row["run"]) == (clip, 0)), key=lambda row: row["value"])
+        for row in best[: FINALISTS // 2]:
+            looks = (look(algorithm(method, row), EPSILON, k) for k in range(1, LOOKS))
+            rows += [{**row, "run": k, "value": value} for k, value in enumerate(looks, 1)]
+    return rows
+
+
+def contender(record: Mapping[str, Any], method: str, imposed: Row) -> Contender:
+    """A method as it was searched; ``imposed`` is the effective clip that the other one says."""
+    names = ("clip", "reach", OWN[method][0])
+    search, fits = ([row for row in record[kind] if row["method"] == method] for kind in ("search", "fits"))
+    return Contender(
+        method, looked_at(search, names, _loss), reached_by(fits, names, _loss),
+        lambda given: float(given["clip"]), lambda name, _: {"momentum": 0.0, "gamma": 1.0}.get(name), imposed,
+    )  # fmt: skip
+
+
+def _loss(row: Mapping[str, Any]) -> float:
+    return float(row["value"])
+
+
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """DP-SGD at the effective clip that DP-SRM likes best, beside DP-SRM."""
+    reduced = contender(record, "dp-srm", {})
+    plain = contender(record, "dp-sgd", {"clip": reduced.effective_clip})
+    return [Comparison("a9a, ε = 0.2, one effective clip: test loss", [plain, reduced])]
 
 
 def tables(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Both methods at the one effective clip."""
-    columns = ["method", "effective clip", "test loss", "± se", "settings"]
+    columns = ["method", "effective clip", "test loss", "± se", "settings tried", "settings"]
+    (comparison,) = compared(record)
     body = [
-        [row["method"], row["settings"]["clip"], row["mean"], row["se"], str(row["settings"])]
-        for row in record["rows"]
-    ]
+        [each.method, each.effective_clip, each.outcome.mean, each.outcome.error, each.count,
+         ", ".join(f"{name} {value:g}" for name, value in each.outcome.settings.items())]
+        for each in comparison.contenders if each.outcome is not None
+    ]  # fmt: skip
     title = "DP-SRM and DP-SGD on a9a at ε = 0.2 and one effective clip"
     return [{"title": title, "columns": columns, "rows": body}]
 
@@ -97,30 +122,17 @@ def main() -> None:
     X, y = table.X, np.asarray(table.y)
     look = on_a_table((X[rest], y[rest]), (X[held], y[held]))
     final = on_a_table((X, y), (table.X_test, table.y_test))
-    found = {method: searched(method, look) for method in OWN}
-    clip = found["dp-srm"][0][1]["clip"]
-    rows: list[Row] = []
-    contenders = []
-    for method, means in found.items():
-        given = next(each for _, each in means if each["clip"] == clip)
-        values = [final(algorithm(method, given), EPSILON, k) for k in range(RUNS)]
-        name, own = OWN[method]
-        lists = [Searched("reach", REACHES, given["reach"]), Searched("clip", CLIPS, clip)]
-        lists.append(Searched(name, own, given[name], 0.0 if name == "momentum" else 1.0))
-        contenders.append(Contender(method, lists, len(CLIPS) * len(REACHES) * len(own), clip))
-        rows.append({
-            "method": method, "settings": given, "mean": statistics.fmean(values), "runs": RUNS,
-            "se": statistics.stdev(values) / RUNS**0.5, "best_held_out": means[0][1],
-        })  # fmt: skip
-    lead = (rows[0]["mean"] - rows[1]["mean"]) / float(np.hypot(rows[0]["se"], rows[1]["se"]))
-    comparison = Comparison("a9a, ε = 0.2", contenders)
-    record = {"epsilon": EPSILON, "rows": rows}
-    save(
-        FILE,
-        {**record, "tables": tables(record), "lead": {"standard_errors": lead, "comparison": comparison.to_json()}},
-    )
+    record: dict[str, Any] = {"epsilon": EPSILON, "fits": []}
+    record["search"] = [row for method in OWN for row in searched(method, look)]
+    for each in compared(record)[0].contenders:
+        assert each.chosen is not None
+        values = (final(algorithm(each.method, dict(each.chosen)), EPSILON, k) for k in range(RUNS))
+        record["fits"] += [
+            {"method": each.method, **each.chosen, "run": k, "value": value} for k, value in enumerate(values)
+        ]
+    save(FILE, {**record, "tables": tables(record)})
     print_table(**tables(record)[0])
-    print(f"DP-SRM ahead by {lead:.1f} standard errors", list(comparison.faults()))
+    print(compared(record)[0].verdict())
 
 
 if __name__ == "__main__":

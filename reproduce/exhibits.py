@@ -138,9 +138,10 @@ def mnist() -> Exhibit:
     return Exhibit(
         "000", "figure 3", "MNIST, 4-layer CNN",
         "(a)–(f): test error against steps and against CPU seconds; curves of the runs that kept one, the table of "
-        f"all. {_first_batches('mnist')}",
+        f"all. From (j) on: at the paper's own settings and one effective clip. {_first_batches('mnist')}",
         charts=[
             *_image_curves(kept, "MNIST"), *_party_curves("mnist"), _against_epsilon("MNIST", record["table"]),
+            *_at_the_settings("mnist"),
         ],
         columns=("ε", "method", "runs", "epochs", "test error %: paper", "ours", "± se", "CPU s a fit"), rows=rows,
     )  # fmt: skip
@@ -177,6 +178,22 @@ def _party_curves(network: str) -> Iterator[Lines]:
         ]
         title = f"{network.upper()}, DDP-SRM with m parties, ε = {epsilon:g}"
         yield Lines(title, lines, "CPU seconds of all parties", "test error, %", log_y=True)
+
+
+def _at_the_settings(figure: str) -> Iterator[Lines]:
+    """Errors over iterations at the paper's clips, batches and epochs, of the settings run more than once."""
+    fits = same(results("image_settings")["fits"], figure=figure)
+    for epsilon in sorted(set(kinds(fits, "epsilon"))):
+        lines = []
+        for method in ("dp-sgd", "dp-srm"):
+            mine = same(fits, epsilon=epsilon, method=method)
+            for clip in kinds(mine, "clip"):
+                runs = [fit["curve"] for fit in same(mine, clip=clip)]
+                if len(runs) > 1:
+                    points, bars = averaged(runs, 0, 1)
+                    lines.append(Series(f"{method} ({_runs(len(runs))})", points, bars))
+        title = f"{figure.upper()} at the paper's settings, ε = {epsilon:g}"
+        yield Lines(title, lines, "iterations", "test error, %", log_y=True)
 
 
 def _first_batches(network: str) -> str:

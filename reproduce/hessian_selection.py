@@ -23,7 +23,9 @@ import numpy.typing as npt
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Asked, Batch, GradientQuery, Objective, check_clip
+from quietgrad.core.session.contributions import check_clip
+from quietgrad.core.session.objectives import Batch, Objective
+from quietgrad.core.session.queries import Asked, GradientQuery
 from quietgrad.core.settings import Within
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import Algorithm, State

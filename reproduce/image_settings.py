@@ -4,6 +4,7 @@
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/image_settings.py                              # all of it
     ... python reproduce/image_settings.py --only mnist --epsilon 3 --batch 1024 --step 0.5     # a part of a search
     ... python reproduce/image_settings.py --only mnist --epsilon 3 --search coordinates --inherit  # ten fits each
+    ... python reproduce/image_settings.py --only mnist --epsilon 7 --search coordinates --like 3 --fits 7
     OMP_NUM_THREADS=1 python reproduce/image_settings.py --quick                 # small digits, seconds
 
 Takes 900 CPU hours in full and is resumable: 25 CPU minutes for one run of CNN5, 2.4 for one of DP-SGD on MNIST
@@ -31,8 +32,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ import quietgrad.torch as qt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory
 from reproduce.cifar import cifar10
-from reproduce.comparisons import Comparison, Contender, Searched
+from reproduce.comparisons import Comparison, Contender, clip_of, looked_at, reached_by
 from reproduce.coordinates import coordinate_search
 from reproduce.mnist import LOSS, PAPER, Images, Net, error, mnist, small_digits
 from reproduce.models import CNN5
@@ -118,7 +119,7 @@ FIGURES = {
 """Figure 5 is not here: its public data, CIFAR-100, could not be had."""
 
 
-def algorithm(method: str, given: Row, n: int, epochs: float, first: int = 1) -> Any:
+def algorithm(method: str, given: Mapping[str, Any], n: int, epochs: float, first: int = 1) -> Any:
     """The method at a setting of the grid; ``first`` is b₀/b."""
     batch = min(n, given["batch"])
     shared: dict[str, Any] = {
@@ -131,14 +132,13 @@ def algorithm(method: str, given: Row, n: int, epochs: float, first: int = 1) ->
     return qg.DPSRM(**shared, **clips, first_batch_size=min(n, first * batch))
 
 
-def effective_clip(method: str, given: Row) -> float:
-    """The length of the gradients that updates work with (``reproduce/comparisons.py``); γ = C2.
+def effective_clip(method: str, given: Mapping[str, Any]) -> float:
+    """The length of the gradients that updates work with; γ = C2.
 
-    >>> effective_clip("dp-srm", {"clip": 1.5, "second": 0.3, "joint": True})
+    >>> effective_clip("dp-srm", {"batch": 256, "step": 0.1, "clip": 1.5, "second": 0.3, "joint": True})
     2.2
     """
-    joint = method == "dp-srm" and given["joint"]
-    return float(given["clip"] + 1.0 - given["second"]) if joint else float(given["clip"])
+    return clip_of(algorithm(method, given, given["batch"], 1))
 
 
 def fit(method: Any, epsilon: float, train: Images, test: Images, make: Make, run: int) -> Row:
@@ -220,15 +220,19 @@ def grid_search(cell: Cell, only: Row) -> None:
         cell.run(best, "grid", run)
 
 
-def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int) -> None:
+def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int, like: float | None) -> None:
     """Search both methods by ``allowed`` fits each.
 
     DP-SRM with γ → 1 is DP-SGD. To ``inherit``, it starts there: at DP-SGD's best batch and step and the largest γ.
+    Both start from what each found best at the ε ``like``, if there is one.
     """
     shape: Row = {}
     for method, cell in cells.items():
         axes, start = cell.figure.axes(method), cell.figure.centre(method)
-        if inherit and shape:
+        if like is not None:
+            start = best_found(replace(cell, epsilon=like))
+            axes = {name: axes[name] for name in ("second", "step", "batch", "clip", "joint") if name in axes}
+        elif inherit and shape:
             start = {**start, **shape, "second": max(cell.figure.second)}
             axes = {name: axes[name] for name in ("second", "step", "batch", "joint")}
         found = coordinate_search(axes, start, partial(cell.look, search=COORDINATES), allowed)
@@ -236,12 +240,15 @@ def search_coordinates(cells: dict[str, Cell], inherit: bool, allowed: int) -> N
         shape = {name: found.best[name] for name in ("batch", "step")}
 
 
+def best_found(cell: Cell) -> Row:
+    """The setting of the coordinate search with the least error so far."""
+    row = min(STORE.having("search", **cell.key, search=COORDINATES), key=lambda row: float(row["error"]))
+    return {name: row[name] for name in _SETTINGS if name in row}
+
+
 def run_chosen(cells: dict[str, Cell], runs: int) -> None:
     """Run what the coordinate searches found best so far, and DP-SGD also at DP-SRM's effective clip."""
-    best = {}
-    for method, cell in cells.items():
-        row = min(STORE.having("search", **cell.key, search=COORDINATES), key=lambda row: float(row["error"]))
-        best[method] = {name: row[name] for name in _SETTINGS if name in row}
+    best = {method: best_found(cell) for method, cell in cells.items()}
     # First the pair that can be judged, then DP-SGD at the clip that it likes best.
     level = {**best["dp-sgd"], "clip": effective_clip("dp-srm", best["dp-srm"])}
     for run in range(runs):
@@ -327,42 +334,32 @@ def _spread(values: list[float]) -> list[float | None]:
     return [statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None]
 
 
-def judged(rows: dict[str, list[Row]]) -> dict[str, Any]:
-    """DP-SRM's choice beside DP-SGD at the effective clip nearest to it; a lead only if the comparison is fair."""
-    verdicts = []
-    for place in dict.fromkeys((row["figure"], row["epsilon"]) for row in rows["fits"]):
-        repeated = [
-            runs for group, runs in _groups(rows["fits"], *_SETTINGS) if group[:2] == place and len(runs) > 1
-        ]
-        plain, reduced = ([r for r in repeated if r[0]["method"] == method] for method in ("dp-sgd", "dp-srm"))
-        if not plain or not reduced:
-            continue
-        clip = effective_clip("dp-srm", reduced[0][0])
-        pair = [min(plain, key=lambda runs, clip=clip: abs(runs[0]["clip"] - clip)), reduced[0]]
-        comparison = Comparison(
-            f"{place[0]}, ε = {place[1]:g}", [_contender(rows["search"], runs) for runs in pair]
-        )
-        verdict: Row = {"comparison": comparison.to_json(), "faults": list(comparison.faults())}
-        if not verdict["faults"]:
-            errors = [[run["error"] for run in runs] for runs in pair]
-            apart = math.hypot(*(statistics.stdev(each) / len(each) ** 0.5 for each in errors))
-            verdict["standard_errors"] = (statistics.fmean(errors[0]) - statistics.fmean(errors[1])) / apart
-        verdicts.append(verdict)
-    return {"judged": verdicts}
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """DP-SGD at the effective clip of DP-SRM's choice beside DP-SRM, for each figure and ε that has final runs."""
+    found = []
+    for figure, epsilon in dict.fromkeys((row["figure"], row["epsilon"]) for row in record["fits"]):
+        reduced = contender(record, figure, epsilon, "dp-srm", {})
+        plain = contender(record, figure, epsilon, "dp-sgd", {"clip": reduced.effective_clip})
+        what = f"{figure}, ε = {epsilon:g}, the paper's settings: test error in %"
+        found.append(Comparison(what, [plain, reduced]))
+    return found
 
 
-def _contender(search: list[Row], runs: list[Row]) -> Contender:
-    """A method as the rule for comparisons sees it: the paper's lists are what a choice may lie at the end of."""
-    first, figure = runs[0], FIGURES[runs[0]["figure"]]
-    method = first["method"]
-    key = {name: first[name] for name in ("figure", "epsilon", "method", "search")}
-    tried = sum(all(row[name] == value for name, value in key.items()) for row in search)
-    lists = [
-        Searched(name, list(values), first[name], {"momentum": 0.0, "second": 1.0}.get(name))
-        for name, values in figure.axes(method).items()
-        if name not in ("clip", "joint")  # the clip is what the other method sets, and a kind of clip has no order
-    ]
-    return Contender(method, lists, tried, effective_clip(method, first))
+def contender(record: Mapping[str, Any], figure: str, epsilon: float, method: str, imposed: Row) -> Contender:
+    """A method at one ε of one figure; γ = C2 = 1 is DP-SGD, and ends the list of γ."""
+    key = (figure, epsilon, method)
+    search, fits = (
+        [row for row in record[kind] if (row["figure"], row["epsilon"], row["method"]) == key]
+        for kind in ("search", "fits")
+    )
+    return Contender(
+        method, looked_at(search, _SETTINGS, _error), reached_by(fits, _SETTINGS, _error),
+        partial(effective_clip, method), lambda name, _: {"momentum": 0.0, "second": 1.0}.get(name), imposed,
+    )  # fmt: skip
+
+
+def _error(row: Mapping[str, Any]) -> float:
+    return float(row["error"])
 
 
 STORE = Store(
@@ -372,7 +369,7 @@ STORE = Store(
     {"stopped": "DP-SGD's search after twelve fits. DP-SRM's after two from the middle; it was then begun anew "
      "from DP-SGD's best and stopped after eight more. Every chosen value has tried ones on both sides, or is "
      "where the setting itself ends."},
-    tables=tables, judged=judged,
+    tables=tables,
 )  # fmt: skip
 
 
@@ -404,6 +401,7 @@ def main() -> None:
     parser.add_argument("--search", choices=("grid", COORDINATES, "none"), default="grid")
     parser.add_argument("--fits", type=int, default=10, help="of the coordinate search, the fits of each method")
     parser.add_argument("--inherit", action="store_true", help="DP-SRM's search starts from DP-SGD's best")
+    parser.add_argument("--like", type=float, help="both searches start from what was best at this ε")
     parser.add_argument("--runs", type=int, default=RUNS, help="of what the coordinate search chose")
     asked = parser.parse_args()
     if asked.search != "grid" and asked.method is not None:
@@ -427,7 +425,7 @@ def main() -> None:
                     grid_search(cell, only)
                 continue
             if asked.search == COORDINATES:
-                search_coordinates(cells, asked.inherit, asked.fits)
+                search_coordinates(cells, asked.inherit, asked.fits, asked.like)
             run_chosen(cells, asked.runs)
 
 

@@ -22,15 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import (
-    BaseObjective,
-    Batch,
-    ClippingRule,
-    Indices,
-    LossConstants,
-    NoRegularizer,
-    rounding_safe_clip,
-)
+from quietgrad.core.session.contributions import ClippingRule, rounding_safe_clip
+from quietgrad.core.session.objectives import BaseObjective, Batch, Indices, LossConstants, NoRegularizer
 from quietgrad.tables.landscapes import Floats, SyntheticRecords, shortening
 from quietgrad.tables.landscapes import landscape as built_in
 
@@ -216,7 +209,7 @@ class Landscape(BaseObjective, ABC):
 
 
 def clipped_sum(rows: Floats, clip: float) -> Floats:
-    """Σ clip_C(row), C as :func:`~quietgrad.core.session.queries.rounding_safe_clip`; a row that is not
+    """Σ clip_C(row), C as :func:`~quietgrad.core.session.contributions.rounding_safe_clip`; a row that is not
     finite counts as zero.
 
     >>> clipped_sum(np.array([[3.0, 4.0], [0.0, 0.5], [np.nan, 1.0]]), 1.0).round(9)

@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import quietgrad.torch as qt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.allocator import keep_freed_memory
+from reproduce.comparisons import Comparison, Contender, clip_of, looked_at, reached_by
 from reproduce.models import MnistCNN4
 from reproduce.store import print_table
 
@@ -186,6 +187,41 @@ def chosen(method: str, epsilon: float) -> Settings:
         raise SystemExit(f"{method} at ε = {epsilon:g} is not searched yet: run with --tune first.")
     best = min(rows, key=lambda row: row["error"])
     return Settings(**{name.name: best[name.name] for name in fields(Settings) if name.name in best})
+
+
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Both methods at equal time, at each ε."""
+    return [
+        Comparison(
+            f"MNIST at settings of ours, ε = {epsilon:g}, equal time: test error in %",
+            [contender(record, {"epsilon": epsilon}, method) for method in PAPER],
+        )
+        for epsilon in EPOCHS
+    ]
+
+
+def contender(record: Mapping[str, Any], key: Mapping[str, Any], method: str) -> Contender:
+    """A method at one ε, and of one network if the key has that; C2 = 0 is the end of its list, and so is γ = 1."""
+    own = {"dp-sgd": {"method", "gamma", "ratio"}, "dp-srm": {"method"}}[method]
+    names = [name.name for name in fields(Settings) if name.name not in own]
+    defaults = {name.name: name.default for name in fields(Settings) if name.name in names}
+    search, finished = (
+        [
+            {**defaults, **row}  # early rows leave out what had one value
+            for row in record[kind]
+            if row["method"] == method and all(row[name] == key[name] for name in key)
+        ]
+        for kind in ("search", "fits")
+    )
+    return Contender(
+        method, looked_at(search, names, _error), reached_by(finished, names, _error),
+        lambda given: clip_of(Settings(method, **given).algorithm(60_000)),
+        lambda name, _: {"gamma": 1.0, "ratio": 0.0}.get(name),
+    )  # fmt: skip
+
+
+def _error(row: Mapping[str, Any]) -> float:
+    return float(row["error"])
 
 
 def report(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -134,13 +134,16 @@ def of_paper(number: str) -> str:
 
 
 def sources() -> list[str]:
-    """The texts of the documentation in their order, those below the first page one heading lower."""
+    """The texts of the documentation in their order; those below the first one have a name and lower headings."""
     docs = ROOT / "docs"
     first = (docs / "reproductions.md").read_text(encoding="utf-8")
-    below = re.findall(r"^reproductions/\w+$", first, re.MULTILINE)
-    texts = ((docs / f"{name}.md").read_text(encoding="utf-8") for name in below)
+    below = re.findall(r"^reproductions/(\w+)$", first, re.MULTILINE)
+    texts = ((name, (docs / "reproductions" / f"{name}.md").read_text(encoding="utf-8")) for name in below)
     start = re.sub(r"^```\{toctree\}\n.*?^```\n", "", first, flags=re.MULTILINE | re.DOTALL)
-    return [start, *(re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE) for text in texts)]
+    return [start, *(f'<a id="paper-{name}"></a>\n\n{_LOWER.sub("#", text)}' for name, text in texts)]
+
+
+_LOWER = re.compile(r"^(?=#+ )", re.MULTILINE)
 
 
 def page() -> str:
@@ -150,10 +153,9 @@ def page() -> str:
     source = "\n".join(sources())
     body = MarkdownIt("commonmark").enable("table").render(source)
     body = re.sub(r"<table>.*?</table>", framed, body, flags=re.DOTALL)
-    body = re.sub(r"<h2>Paper (\d{3})", r'<h2 id="paper-\1">Paper \1', body).replace(
-        "<h2>Studies", '<h2 id="paper-studies">Studies'
+    body = re.sub(
+        r'href="(?:(?:\.\./)?reproductions/)?(\d{3}|studies|rows|comparisons)\.md[^"]*', r'href="#paper-\1', body
     )
-    body = re.sub(r'href="reproductions/(\w+)\.md', r'href="#paper-\1', body)
     body = re.sub(r'href="(?:\.\./)?([\w/-]+)\.md', r'href="\1.html', body).replace(" ± ", "&nbsp;±&nbsp;")
     body = EXHIBITS.sub(lambda found: of_paper(found[1]), body)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'

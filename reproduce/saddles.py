@@ -34,7 +34,8 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.methods.oracles.base import plan_preview
 from quietgrad.methods.perturbed_sgd import SmallGradient
 

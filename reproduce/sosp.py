@@ -24,7 +24,7 @@ import numpy as np
 import quietgrad as qg
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import LossConstants
+from quietgrad.core.session.objectives import LossConstants
 from quietgrad.methods.second_order_theorem import solve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -20,7 +20,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from quietgrad.data import load
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.comparisons import Comparison
-from reproduce.staged_search import Floats, Search, Settings, Stage
+from reproduce.staged_search import Floats, Search, Settings, Stage, contender
 from reproduce.store import Row, print_table
 
 Singles = npt.NDArray[np.float32]
@@ -179,22 +179,26 @@ def measured(data: str, epsilon: float) -> Row:
     z = calibrate_event(events.Gaussian, budget=qg.Budget(epsilon, DELTA))
     look = Fit.of((X[rest], y[rest]), (X[held], y[held]), z)
     final = Fit.of((X, y), (scaled(table.X_test), table.y_test), z)
-    contenders = []
     row: Row = {"data": data, "epsilon": epsilon, "n": table.n}
     for method, lists in GRIDS.items():
         search = Search(method, look, {name: list(each) for name, each in lists.items()}, STAGES, LAST, LONGEST)
-        finalists = search.run()
-        contender, found = search.contender(finalists, len(search.settings), RUNS, LIPSCHITZ, final)
-        contenders.append(contender)
-        lengths = final.walk(method, found["settings"]["steps"], [found["settings"]], 20_000, RUNS)[2]
+        found = search.recorded(search.run(), RUNS, final)
+        chosen = found["fits"]["settings"]
+        lengths = final.walk(method, chosen["steps"], [chosen], 20_000, RUNS)[2]
         row[method] = {**found, "path": float(lengths.mean())}
     row["ratio"] = LIPSCHITZ / (CURVATURE * row["dp-spider"]["path"])
-    comparison = Comparison(f"{data}, ε = {epsilon:g}", contenders)
-    row["comparison"] = comparison.to_json()
-    if faults := list(comparison.faults()):
-        return {**row, "faults": faults}
-    apart = math.hypot(*(row[method]["mean_se"] for method in GRIDS))
-    return {**row, "standard_errors": (row["dp-gd"]["mean"] - row["dp-spider"]["mean"]) / apart}
+    return row
+
+
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Both methods on every table."""
+    return [
+        Comparison(
+            f"{row['data']}, ε = {row['epsilon']:g}, full gradients or differences: test loss",
+            [contender(method, row[method], LIPSCHITZ) for method in GRIDS],
+        )
+        for row in record["rows"]
+    ]
 
 
 def tables(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -204,10 +208,11 @@ def tables(record: dict[str, Any]) -> list[dict[str, Any]]:
         "title": "DP-GD and SPIDER with split noise on tables, test loss", "columns": columns,
         "rows": [
             [
-                row["data"], row["epsilon"], row["ratio"], row["dp-gd"]["mean"], row["dp-gd"]["mean_se"],
-                row["dp-spider"]["mean"], row["dp-spider"]["mean_se"], row.get("standard_errors"),
+                row["data"], row["epsilon"], row["ratio"],
+                *(row[m]["fits"][name] for m in GRIDS for name in ("mean", "mean_se")),
+                None if list(comparison.faults()) else comparison.apart(),
             ]
-            for row in record["rows"]
+            for row, comparison in zip(record["rows"], compared(record), strict=True)
         ],
     }]  # fmt: skip
 
@@ -221,9 +226,8 @@ def main() -> None:
         return
     rows: list[Row] = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
     for data, epsilon in CELLS:
-        if any((row["data"], row["epsilon"]) == (data, epsilon) and "faults" not in row for row in rows):
+        if any((row["data"], row["epsilon"]) == (data, epsilon) for row in rows):
             continue  # to measure a cell again, delete its row
-        rows = [row for row in rows if (row["data"], row["epsilon"]) != (data, epsilon)]
         rows.append(measured(data, epsilon))
         save(FILE, {"command": COMMAND, "rows": rows, "tables": tables({"rows": rows})})
     print_table(**tables({"rows": rows})[0])

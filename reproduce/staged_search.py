@@ -5,19 +5,22 @@ best of the stage before on seeds of its own, and of those within one standard e
 the one with fewest steps is chosen. A list whose last value is chosen grows, and closer values around the best are
 tried. A problem says what a setting reaches; settings have ``steps``, and ``average`` for the mean of the second
 half of a run, which costs no run of its own.
+
+:meth:`Search.recorded` is what a result file keeps: the lists that were combined, and the scores of every setting
+that a later stage ran. :func:`contender` reads it, and what was chosen follows from it alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from reproduce.comparisons import Contender, Outcome, Searched
+from reproduce.comparisons import Contender, Reached, Tried
 from reproduce.store import Row
 
 Floats = npt.NDArray[np.float64]
@@ -66,6 +69,7 @@ class Search:
     last: Stage
     longest: int
     settings: dict[Key, Settings] = field(default_factory=dict)
+    combined: list[dict[str, list[Any]]] = field(default_factory=list)
     scores: dict[tuple[int, Key], tuple[float, float]] = field(default_factory=dict)
 
     def score(self, stage: Stage, asked: Iterable[Settings]) -> None:
@@ -85,6 +89,7 @@ class Search:
 
     def grid(self, lists: Mapping[str, Sequence[Any]]) -> None:
         """Screen every combination."""
+        self.combined.append({name: list(values) for name, values in lists.items()})
         each_of = itertools.product(*lists.values())
         self.score(self.stages[0], (dict(zip(lists, each, strict=True)) for each in each_of))
 
@@ -100,17 +105,22 @@ class Search:
         return sorted(keys, key=lambda key: self.scores[stage.seed, key])
 
     def chosen(self, finalists: Sequence[Settings], *, finally_: bool = False) -> Settings:
-        """Of the finalists within one standard error of the best, the one with fewest steps."""
+        """Of the finalists within one standard error of the best, the one with fewest steps.
+
+        In the end the best are run once more, and the choice is among all that ever were run so often.
+        """
         stage = self.stages[-1]
         self.score(stage, finalists)
         if finally_:
             best = self._best(map(key_of, finalists), stage)[: self.last.kept]
-            finalists, stage = [self.settings[key] for key in best], self.last
-            self.score(stage, finalists)
+            stage = self.last
+            self.score(stage, (self.settings[key] for key in best))
+            run = (key for seed, key in self.scores if seed == stage.seed)
+            finalists = [self.settings[key] for key in run if key in self.settings]
         scored = [(self.scores[stage.seed, key_of(each)], each) for each in finalists]
         least, error = min(score for score, _ in scored)
         near = (pair for pair in scored if pair[0][0] <= least + error)
-        return min(near, key=lambda pair: (pair[1]["steps"], pair[0]))[1]
+        return min(near, key=lambda pair: (pair[1]["steps"], pair[0][0]))[1]
 
     def run(self) -> list[Settings]:
         """The grid, longer lists where the best is the last of one, and closer values around the best."""
@@ -135,10 +145,8 @@ class Search:
                 self.grid({**nearby(self.lists, chosen), name: [each]})
                 self.lists[name] = sorted([*self.lists[name], each])
 
-    def contender(
-        self, finalists: Sequence[Settings], tried: int, runs: int, clip: float, final: Problem | None = None
-    ) -> tuple[Contender, Row]:
-        """The choice among the finalists, and what it reaches with noise that chose nothing, twice.
+    def recorded(self, finalists: Sequence[Settings], runs: int, final: Problem | None = None) -> Row:
+        """What was searched, and what the choice reaches with noise that chose nothing, twice.
 
         Args:
             final: where it is run in the end, if that is not what was searched (test rows).
@@ -149,22 +157,48 @@ class Search:
             problem.reached(self.method, chosen["steps"], [chosen], seed, runs)[chosen["average"]][0]
             for seed in (20_000, 30_000)
         ]
-        row = made_row(errors, chosen, tried)
-        ordered = [
-            Searched(name, values, chosen[name], natural_end(name, chosen))
-            for name, values in self.lists.items()
-            if not isinstance(values[0], bool)
+        return {"search": self._rows(), "fits": made_row(errors, chosen)}
+
+    def _rows(self) -> Row:
+        """The lists that were combined, and each later stage: runs, and by setting its values, score and error."""
+        names = list(self.lists)
+        stages = [
+            {
+                "runs": stage.runs,
+                "rows": [
+                    [*(self.settings[key][name] for name in names), *score]
+                    for (seed, key), score in self.scores.items()
+                    if seed == stage.seed and key in self.settings
+                ],
+            }
+            for stage in (*self.stages[1:], self.last)
         ]
-        outcome = Outcome(row["mean"], row["mean_se"], row["again"], row["again_se"])
-        return Contender(self.method, ordered, tried, clip, outcome), row
+        return {"settings": names, "combined": self.combined, "screened_by": self.stages[0].runs, "stages": stages}
 
 
-def made_row(errors: Sequence[Floats], chosen: Settings, tried: int) -> Row:
+def contender(method: str, row: Row, clip: float | Callable[[Mapping[str, Any]], float]) -> Contender:
+    """A method of a comparison, from what :meth:`Search.recorded` made; ``clip`` is its effective clip."""
+    search, fits = row["search"], row["fits"]
+    names = search["settings"]
+    tried = {
+        each: Tried(dict(zip(names, each, strict=True)), None, search["screened_by"])
+        for lists in search["combined"]
+        for each in itertools.product(*(lists[name] for name in names))
+    }
+    for stage in search["stages"]:
+        for *values, score, error in stage["rows"]:
+            tried[tuple(values)] = Tried(dict(zip(names, values, strict=True)), score, stage["runs"], error)
+    reached = Reached(fits["settings"], fits["mean"], fits["mean_se"], fits["again"], fits["again_se"])
+    of_settings = clip if callable(clip) else lambda settings: clip
+    return Contender(method, list(tried.values()), [reached], of_settings, natural_end)
+
+
+def made_row(errors: Sequence[Floats], chosen: Settings) -> Row:
     """What two sets of runs reached, with standard errors."""
     first, again = ((float(each.mean()), float(each.std(ddof=1) / math.sqrt(each.size))) for each in errors)
     return {
-        "mean": first[0], "mean_se": first[1], "median": float(np.median(errors[0])),
-        "again": again[0], "again_se": again[1], "settings": chosen, "tried": tried,
+        "settings": chosen, "mean": first[0], "mean_se": first[1], "median": float(np.median(errors[0])),
+        "again": again[0], "again_se": again[1],
     }  # fmt: skip
 
 
@@ -177,7 +211,7 @@ def nearby(lists: Mapping[str, Sequence[Any]], chosen: Settings) -> dict[str, li
     return found
 
 
-def natural_end(name: str, chosen: Settings) -> float | None:
+def natural_end(name: str, chosen: Mapping[str, Any]) -> float | None:
     """Where a setting itself ends: at 0 momentum, one full gradient, or full gradients alone, which is DP-GD.
 
     >>> natural_end("split", {"steps": 8, "full_gradients": 8, "split": 0.9})
@@ -195,7 +229,8 @@ def beyond(name: str, values: Sequence[Any], settings: Settings, longest: int) -
     0.4
     """
     chosen = settings[name]
-    if isinstance(chosen, bool) or not Searched(name, values, chosen, natural_end(name, settings)).at_an_edge():
+    ends = {min(values), max(values)} - {natural_end(name, settings)}
+    if isinstance(chosen, bool) or len(set(values)) == 1 or chosen not in ends:
         return None
     up = chosen == max(values)
     if name in ("split", "momentum"):  # odds of four to one more

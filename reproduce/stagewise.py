@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ import quietgrad.torch as qt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.allocator import keep_freed_memory
-from reproduce.comparisons import Comparison, Contender, Searched
+from reproduce.comparisons import Comparison, Contender, clip_of, looked_at, reached_by
 from reproduce.mnist import Images, error, mnist, small_digits
 from reproduce.models import MnistCNN2
 from reproduce.store import print_table
@@ -179,7 +178,7 @@ def keep(kind: str, row: dict[str, Any]) -> None:
     about = {"delta": DELTA, "clip": CLIP, "batch_size": BATCH, "steps": FIRST * 14, "n": 60_000}
     record = {**about, **rows, "summary": summary(rows["fits"])}
     command = "python reproduce/stagewise.py --tune, then python reproduce/stagewise.py"
-    save(RESULTS, {"command": command, **record, "judged": judged(record), "tables": tables(record)})
+    save(RESULTS, {"command": command, **record, "tables": tables(record)})
 
 
 def best_step(schedule: str) -> float:
@@ -211,26 +210,35 @@ def summary(fits: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def judged(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Stages beside a constant rate where their rates were searched: ε = 8, Poisson samples, one clip."""
-    pair = ["DPageS", "DP-SGD-const"]
-    rows = {
-        row["schedule"]: row for row in record["summary"] if (row["epsilon"], row["sampling"]) == (8.0, "poisson")
-    }
-    contenders = []
-    for name in pair:
-        steps = [row["step"] for row in record["search"] if row["schedule"] == name]
-        if len(steps) < len(RATES[name]) or name not in rows:
-            return []
-        contenders.append(
-            Contender(name, [Searched("step", steps, rows[name]["step"])], len(steps), record["clip"])
-        )
-    comparison = Comparison("MNIST, ε = 8, Poisson samples, 280 steps", contenders)
-    verdict: dict[str, Any] = {"comparison": comparison.to_json(), "faults": list(comparison.faults())}
-    if not verdict["faults"]:
-        apart = math.hypot(*(rows[name]["standard_error"] for name in pair))
-        verdict["standard_errors"] = (rows[pair[0]]["mean_error"] - rows[pair[1]]["mean_error"]) / apart
-    return [verdict]
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Schedules beside a constant rate: all where rates were searched, stages alone elsewhere."""
+    found = []
+    for number, (epsilon, sampling, relation, _) in enumerate(CELLS[:3]):
+        where = (epsilon, sampling, relation)
+        for schedule in ("DPageS",) if number else [name for name in RATES if name != "DP-SGD-const"]:
+            pair = [contender(record, where, name) for name in (schedule, "DP-SGD-const")]
+            what = f"MNIST, ε = {epsilon:g}, {sampling}, {record['steps']} steps: test error in %"
+            found.append(Comparison(what, pair))
+    return found
+
+
+def contender(record: Mapping[str, Any], where: tuple[float | None, str, str], schedule: str) -> Contender:
+    """A schedule at one ε, sampling and relation, with the rates that were searched there."""
+    search, fits = (
+        [
+            row for row in record[kind]
+            if (row["epsilon"], row["sampling"], row["relation"], row["schedule"]) == (*where, schedule)
+        ]
+        for kind in ("search", "fits")
+    )  # fmt: skip
+    return Contender(
+        schedule, looked_at(search, ["step"], _error), reached_by(fits, ["step"], _error),
+        lambda given: clip_of(algorithm(schedule, given["step"], where[1], 60_000, BATCH, FIRST)),
+    )  # fmt: skip
+
+
+def _error(row: Mapping[str, Any]) -> float:
+    return float(row["error"])
 
 
 def tables(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory
 from reproduce.cifar import cifar10, made_up
+from reproduce.comparisons import Comparison
 from reproduce.mnist import Images
 from reproduce.models import ResNet20
-from reproduce.stagewise import RATES, best_step, epsilon_as_printed, fit
+from reproduce.stagewise import RATES, best_step, contender, epsilon_as_printed, fit
 from reproduce.store import Row, Store, Table, print_table
 
 EPSILON, BATCH, FIRST, RUNS = 10.0, 256, 4, 2
@@ -51,6 +53,18 @@ def tables(rows: dict[str, list[Row]]) -> list[Table]:
     columns = ["schedule", "test error %", "± se", "runs", "proved ε", "as the paper runs it: proved ε"]
     title = f"Figure 2: ResNet-20, ε = {EPSILON:g}, {14 * FIRST} steps of {BATCH}"
     return [{"title": title, "columns": columns, "rows": sorted(body, key=lambda row: float(row[1]))}]
+
+
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Every schedule beside a constant rate."""
+    where = (record["epsilon"], "poisson", "add-remove")
+    pairs = (
+        [contender(record, where, name) for name in (schedule, "DP-SGD-const")]
+        for schedule in RATES
+        if schedule != "DP-SGD-const"
+    )
+    what = f"CIFAR-10, ResNet-20, ε = {record['epsilon']:g}, {record['steps']} steps: test error in %"
+    return [Comparison(what, pair) for pair in pairs]
 
 
 STORE = Store(

@@ -1,7 +1,7 @@
 """Where variance reduction pays: DP-GD beside SPIDER with split noise, on a curved valley with records that differ.
 
     OMP_NUM_THREADS=1 python reproduce/valley.py                  # no data needed
-    OMP_NUM_THREADS=1 python reproduce/valley.py --resume         # cells that are missing or have a fault
+    OMP_NUM_THREADS=1 python reproduce/valley.py --resume         # cells that are missing or without a verdict
     OMP_NUM_THREADS=1 python reproduce/valley.py --draw           # docs/_static/regimes.svg
     OMP_NUM_THREADS=1 python reproduce/valley.py --quick          # one setting each, seconds
 
@@ -39,7 +39,7 @@ from quietgrad.charts import Lines, Series, to_svg_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
 from reproduce.comparisons import Comparison
-from reproduce.staged_search import Floats, Search, Settings, Stage
+from reproduce.staged_search import Floats, Search, Settings, Stage, contender
 from reproduce.store import Row, print_table
 from reproduce.valley_runs import FAR, SMOOTHNESS, Cell, ends, norms, path_length, points, value
 
@@ -97,41 +97,52 @@ def measured(path: float, noise: float, spreads: Sequence[float]) -> Iterator[Ro
     shared = [searching("dp-gd", Cell(spread, noise), GRIDS["dp-gd"]) for spread in (SPREADS[0], SPREADS[-1])]
     pool = [each for search in shared for each in search.run()]
     lists = {name: sorted({*shared[0].lists[name], *shared[1].lists[name]}) for name in GRIDS["dp-gd"]}
-    tried = sum(len(search.settings) for search in shared)
     for spread in spreads:
         cell = Cell(spread, noise)
-        mine = searching("dp-spider", cell, GRIDS["dp-spider"])
-        finalists = mine.run()
-        pairs = [
-            searching("dp-gd", cell, lists).contender(pool, tried, RUNS, cell.clip),
-            mine.contender(finalists, len(mine.settings), RUNS, cell.clip),
-        ]
+        descent, mine = searching("dp-gd", cell, lists), searching("dp-spider", cell, GRIDS["dp-spider"])
+        descent.combined = [each for search in shared for each in search.combined]
+        finalists = {"dp-gd": pool, "dp-spider": mine.run()}
         row: Row = {"ratio": cell.clip / (SMOOTHNESS * path), "spread": spread, "noise": noise, "n_mu": cell.n_mu}
-        for each, found in pairs:
-            risks = np.minimum(value(points(each.method, cell, found["settings"], 20_000, RUNS)), FAR)
+        for search in (descent, mine):
+            found = search.recorded(finalists[search.method], RUNS)
+            risks = np.minimum(value(points(search.method, cell, found["fits"]["settings"], 20_000, RUNS)), FAR)
             spread_of = float(risks.std(ddof=1) / math.sqrt(RUNS))
-            row[each.method] = {**found, "risk": float(risks.mean()), "risk_se": spread_of}
-        yield judged(row, Comparison("valley", [each for each, _ in pairs]))
+            row[search.method] = {**found, "risk": float(risks.mean()), "risk_se": spread_of}
+        yield row
 
 
-def judged(row: Row, comparison: Comparison) -> Row:
-    """The row with what the comparison says."""
-    descent, reduced = row["dp-gd"], row["dp-spider"]
-    apart = math.hypot(descent["mean_se"], reduced["mean_se"])
-    place = {**row, "comparison": comparison.to_json()}
-    if faults := list(comparison.faults()):  # then no lead is stated
-        return {**place, "faults": faults}
-    lead = (descent["mean"] - reduced["mean"]) / apart
-    return {**place, "gain": descent["mean"] / reduced["mean"], "standard_errors": lead}
+def compared(record: Mapping[str, Any]) -> list[Comparison]:
+    """Both methods in every cell."""
+    return [comparison(row) for row in record["rows"]]
+
+
+def comparison(row: Row) -> Comparison:
+    """Both methods in one cell."""
+    what = f"curved valley, G/(M·path) = {row['ratio']:.2g}, ν = {row['noise']:g}: ‖∇F‖"
+    clip = Cell(row["spread"], row["noise"]).clip
+    return Comparison(what, [contender(method, row[method], clip) for method in GRIDS])
+
+
+def lead(row: Row) -> tuple[float, float] | None:
+    """‖∇F‖ of DP-GD ÷ that of SPIDER, and by how many standard errors they differ; ``None`` without a verdict."""
+    found = comparison(row)
+    descent, reduced = (each.outcome for each in found.contenders)
+    if descent is None or reduced is None or list(found.faults()):
+        return None
+    return descent.mean / reduced.mean, found.apart()
 
 
 def draw(rows: list[Row]) -> None:
     """The picture of ``docs/choosing.md``."""
     lines = []
     for noise in dict.fromkeys(row["noise"] for row in rows):
-        mine = [row for row in rows if row["noise"] == noise and "gain" in row]
-        bars = [row["gain"] * math.hypot(*(row[m]["mean_se"] / row[m]["mean"] for m in GRIDS)) for row in mine]
-        lines.append(Series(f"ν = {noise:g}", [(row["ratio"], row["gain"]) for row in mine], bars))
+        mine = [(row, stated[0]) for row in rows if row["noise"] == noise and (stated := lead(row)) is not None]
+        fits = [[row[method]["fits"] for method in GRIDS] for row, _ in mine]
+        bars = [
+            gain * math.hypot(*(fit["mean_se"] / fit["mean"] for fit in pair))
+            for (_, gain), pair in zip(mine, fits, strict=True)
+        ]
+        lines.append(Series(f"ν = {noise:g}", [(row["ratio"], gain) for row, gain in mine], bars))
     lines.append(Series("equal", [(rows[0]["ratio"], 1.0)], level=True))
     chart = Lines(
         "Curved valley: when differences pay", lines, "G/(M·path)", "‖∇F‖ of DP-GD ÷ that of DP-SPIDER",
@@ -144,7 +155,7 @@ def main() -> None:
     """Measure all cells."""
     parser = argparse.ArgumentParser(description="Where variance reduction pays.")
     parser.add_argument("--quick", action="store_true", help="one setting each, nothing written")
-    parser.add_argument("--resume", action="store_true", help="only cells that are missing or have a fault")
+    parser.add_argument("--resume", action="store_true", help="only cells that are missing or without a verdict")
     parser.add_argument("--draw", action="store_true", help="draw the picture from the results")
     asked = parser.parse_args()
     if asked.quick:
@@ -152,7 +163,7 @@ def main() -> None:
         return
     rows: list[Row] = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if asked.draw or asked.resume else []
     if not asked.draw:
-        rows, path = [row for row in rows if "faults" not in row], path_length()
+        rows, path = [row for row in rows if lead(row) is not None], path_length()
         for noise in NOISES:
             done = {row["spread"] for row in rows if row["noise"] == noise}
             if missing := [spread for spread in SPREADS if spread not in done]:
@@ -195,9 +206,8 @@ def _table(rows: list[Row]) -> dict[str, Any]:
         "columns": columns,
         "rows": [
             [
-                row["ratio"], row["noise"], row["dp-gd"]["mean"], row["dp-gd"]["mean_se"],
-                row["dp-spider"]["mean"], row["dp-spider"]["mean_se"], row.get("gain"),
-                row.get("standard_errors"),
+                row["ratio"], row["noise"], *(row[m]["fits"][name] for m in GRIDS for name in ("mean", "mean_se")),
+                *(lead(row) or (None, None)),
             ]
             for row in rows
         ],

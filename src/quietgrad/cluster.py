@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import ceil
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from joblib import cpu_count
@@ -38,6 +39,7 @@ Value = TypeVar("Value")
 
 _FAN = 8  # sums merged at a time; a power of two, so that groups are whole branches of the tree
 _MOST_TOGETHER = 64
+_UNEVEN = 1.15  # times the fewest pieces that the busiest slot can have
 _PATIENCE = 20.0  # seconds for a scheduler to answer and a first worker to appear
 _AGAIN = 3  # times that a piece may take its worker down before the release is given up
 
@@ -159,7 +161,9 @@ class DaskRunner:
         submit = partial(self.client.submit, pure=False)
         try:
             workers = self.client.nthreads()
-            together = _group_size(len(tasks), sum(workers.values()))
+            caching = isinstance(work, BoxedSum) and isinstance(work.cache, WorkerRowCaches)
+            sized = _even_group_size if caching else _group_size
+            together = sized(len(tasks), sum(workers.values()))
             rows = [_RowSelection(task) for task in tasks]
             groups = [rows[start : start + together] for start in range(0, len(tasks), together)]
             summand: Callable[[Any, Task], Any] = work
@@ -171,12 +175,12 @@ class DaskRunner:
                 submit(_work_on, partial(summand, parts), merge, group, cache)
                 for group, cache in zip(groups, caches, strict=True)
             ]
-            while len(level) > 1:
+            while len(level) > _FAN:
                 level = [
                     submit(_merge_all, merge, level[start : start + _FAN]) for start in range(0, len(level), _FAN)
                 ]
-            found: Value = level[0].result()
-            return found
+            # The last few are merged here: a task more takes longer than that.
+            return _merge_all(merge, [future.result() for future in level])
         except QuietgradError:
             raise
         except KilledWorker:
@@ -223,6 +227,19 @@ def _group_size(tasks: int, slots: int) -> int:
     while 2 * size <= _MOST_TOGETHER and tasks >= 8 * size * slots:
         size *= 2
     return size
+
+
+def _even_group_size(tasks: int, slots: int) -> int:
+    """Pieces that one worker takes together where their rows are kept: as many as leave the slots equally busy.
+
+    What takes time then is Dask's own work for a task. A power of two, so that groups are branches of the tree.
+
+    >>> _even_group_size(8, 2), _even_group_size(80, 2), _even_group_size(7, 4)
+    (4, 8, 2)
+    """
+    sizes = [1 << power for power in range(max(1, tasks).bit_length())]
+    busiest = {size: size * ceil(ceil(tasks / size) / slots) for size in sizes}
+    return max(size for size in sizes if busiest[size] <= _UNEVEN * min(busiest.values()))
 
 
 def _version() -> str | None:

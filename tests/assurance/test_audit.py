@@ -40,7 +40,8 @@ from quietgrad.cli.audit import audit_folder
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import RecursiveMomentumQuery
 from quietgrad.methods.registry import ALGORITHMS
 from tests.mutations.broken import Broken
 

@@ -13,7 +13,8 @@ import quietgrad as qg
 from quietgrad.assurance.audit.attacks import attack_person
 from quietgrad.assurance.audit.report import AuditFinding
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.objectives import Logistic
 from quietgrad.tables import full_batch, table
 from quietgrad.tables.privacy_units import UnitGrouping, UserLevelObjective, UserLevelRecords

@@ -38,7 +38,8 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session import checkpoint, statement
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.data import load, scan
 from quietgrad.federation.plan_file import read_plan
 from quietgrad.federation.provisioning import asker, provision, request

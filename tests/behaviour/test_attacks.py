@@ -23,7 +23,8 @@ from quietgrad.core.noise.rng import fresh_key, seed_key
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Batch, GradientQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch
 from quietgrad.methods import plan, run
 from quietgrad.methods.dp_agd import DPAGD

@@ -171,7 +171,7 @@ def test_steps_are_the_most_that_fit(options: dict[str, Any], proofs: list[Event
         ({"relation": "bounded"}, r"relation='bounded': must be 'add-remove' or 'replace-one'"),
         (
             {"sampling": "shuffled"},
-            r"sampling='shuffled': must be 'poisson', 'random-allocation', 'fixed-size' or 'full'",
+            r"sampling='shuffled': must be one of 'poisson', 'random-allocation', 'fixed-size', 'full'",
         ),
         ({"n": None}, r"sampling='poisson': needs either rate, or both n and batch_size"),
         ({"rate": 0.1}, r"sampling='poisson': needs either rate, or both n and batch_size"),

@@ -380,3 +380,43 @@ def test_a_spreadsheet_is_not_scanned(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "t.xlsx").write_bytes(b"PK")
     assert main(["train", str(tmp_path / "t.xlsx"), "--epsilon", "1", "--memory", "100"]) != 0
     assert "leave --memory out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cells", "formats", "lenient"),
+    [
+        ([f"2020-01-{1 + k % 28:02d}" for k in range(100)], ("%Y-%m-%d",), False),
+        ([*(f"2020-01-{1 + k % 28:02d}" for k in range(99)), "31.31.2020"], ("%Y-%m-%d",), True),
+        ([f"2020-01-{1 + k % 28:02d}" if k % 3 else f"{1 + k % 28:02d}.02.2021" for k in range(99)],
+         ("%Y-%m-%d", "%d.%m.%Y"), False),
+    ],
+)  # fmt: skip
+def test_dates_in_several_forms_and_a_few_bad_ones_stay_dates(
+    tmp_path: Path, cells: list[str], formats: tuple[str, ...], lenient: bool
+) -> None:
+    path = tmp_path / "visits.csv"
+    path.write_text("\n".join(["when;y", *(f"{cell};{k % 2}" for k, cell in enumerate(cells))]))
+    (when, _) = draft_schema(path).columns
+    assert (when.kind, when.formats, when.lenient) == ("date", formats, lenient)
+    (tmp_path / "schema.toml").write_text(draft_schema(path).to_toml())
+    table = load(path, schema=tmp_path / "schema.toml")
+    gaps = table.X[:, list(table.feature_names or ()).index("when missing")].sum() if lenient else 0
+    assert gaps == lenient
+
+
+def test_a_column_is_not_read_in_both_orders_of_day_and_month(tmp_path: Path) -> None:
+    path = tmp_path / "visits.csv"
+    lines = [f"{1 + k % 28:02d}/13/2020;{k % 2}" if k % 2 else f"13/{1 + k % 12:02d}/2020;1" for k in range(80)]
+    path.write_text("\n".join(["when;y", *lines]))
+    assert draft_schema(path).columns[0].kind != "date"
+
+
+def test_an_unreadable_date_is_refused_unless_the_schema_says_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "visits.csv"
+    path.write_text("when,y\n2020-01-01,0\nsoon,1\n")
+    said = {"label": {"column": "y", "kind": "yes/no"}, "columns": {"when": {"kind": "date"}}}
+    with pytest.raises(DataError, match='unreadable = "gap"') as refused:
+        load(path, schema=said)
+    assert "soon" not in str(refused.value)
+    gapped = {**said, "columns": {"when": {"kind": "date", "unreadable": "gap", "missing": "indicator"}}}
+    assert np.asarray(load(path, schema=gapped).X)[:, -1].tolist() == [0.0, 1.0]

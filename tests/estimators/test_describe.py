@@ -209,3 +209,20 @@ def test_a_gap_in_a_column_without_gaps_tells_nothing() -> None:
     told = describe({"x": column, "z": np.full(3000, 0.99)}, schema, epsilon=50.0, pairs=())
     assert told.histograms["x"][0]["count"] == pytest.approx(1000, abs=30)
     assert told.histograms["z"][0]["count"] == pytest.approx(0, abs=30)
+
+
+def test_what_noise_drowns_is_unknown_and_counts_are_possible() -> None:
+    """Twenty records at a tiny ε: every number would be noise."""
+    frame = {"age": np.linspace(20.0, 60.0, 20), "sex": np.array(["f", "m"] * 10, dtype=object)}
+    public = {"age": {"kind": "number", "bounds": [0, 100]}, "sex": {"kind": "category", "categories": ["f", "m"]}}
+    unknown = 0
+    for _ in range(12):
+        told = describe(frame, public, epsilon=0.01, delta=1e-6)
+        n = max(told.n, 0.0)
+        for row in told.rows:
+            assert 0.0 <= row["count"] <= n
+            assert 0.0 <= row["missing"] <= n
+        age, sex = told.rows
+        unknown += (age["mean"] is None) + (sex["most_frequent"] is None)
+        assert age["mean"] is None or age["mean_error"] < 100.0
+    assert unknown >= 12  # of 24; noise has four times the deviation that would tell 20 records

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from quietgrad.cli import main
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.estimators import describe
 from quietgrad.tables.histogram_decoding import read_pieces, read_whole
 from quietgrad.tables.range_queries import LOWEST, OCTAVES, MagnitudeHistogram, RangeHistogram

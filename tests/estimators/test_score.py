@@ -18,7 +18,7 @@ from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.noise.rng import seed_key
 from quietgrad.core.session import curator
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.estimators.predicting import predict_row_independent, row_products
 from quietgrad.tables.queries.counts import CellSums, Tabulation

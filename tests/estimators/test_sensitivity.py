@@ -18,7 +18,7 @@ import quietgrad as qg
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import DataError, TooNoisyError
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.methods.additive_gd import for_shapes
 from quietgrad.methods.budget_allocation import for_table
 from quietgrad.tables.linear import LinearObjective

@@ -11,7 +11,8 @@ import pytest
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,

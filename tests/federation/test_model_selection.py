@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.federation import Party, Shape, federate, simulate
 from quietgrad.objectives import Logistic
 from quietgrad.tables.privacy_units import UserLevelObjective

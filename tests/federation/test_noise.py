@@ -19,7 +19,8 @@ import quietgrad as qg
 from quietgrad.core.accounting import events
 from quietgrad.core.errors import DataError
 from quietgrad.core.noise.rng import SecureStream, seed_key
-from quietgrad.core.session.queries import Batch, GradientQuery, Query
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery, Query
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator, FederatedSession
 from quietgrad.federation.plan import FederatedPlan

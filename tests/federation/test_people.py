@@ -12,7 +12,9 @@ import quietgrad as qg
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, ClippingRule, GradientQuery
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate

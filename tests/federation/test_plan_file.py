@@ -58,7 +58,7 @@ def test_same_plan_from_another_spelling_has_the_same_digest_and_another_plan_ha
         ('name = "hospital-1"', 'name = "Hospital 1"', "small letters"),
         ('name = "hospital-1"', 'name = "coordinator"', "names are taken"),
         ("records = 150", "records = 150\nweight = 1.0", "every party a weight"),
-        ('secure = "masks"', "", "exactly when trust"),
+        ('secure = "masks"', "", "leave it out otherwise"),
         ("timeout = 30", "timeout = 0", "seconds > 0"),
         ("[data]", "[date]", "section 'date'"),
         ("spare = 5", "private = false", "exactly when"),

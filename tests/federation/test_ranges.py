@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.core.session.queries import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, following_clip
+from quietgrad.core.session.contributions import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, following_clip
 from quietgrad.federation import Party
 from quietgrad.federation.members import SumMember
 from quietgrad.federation.party import PartyCurator

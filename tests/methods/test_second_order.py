@@ -26,12 +26,11 @@ from quietgrad.core.errors import BudgetError, ExhaustedError
 from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.session import checkpoint
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.objectives import Batch, LossConstants
 from quietgrad.core.session.queries import (
-    Batch,
     GradientDifferenceQuery,
     GradientQuery,
     JointMomentumQuery,
-    LossConstants,
     RecursiveMomentumQuery,
 )
 from quietgrad.federation import Party, simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,10 +19,11 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.errors import BudgetError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer
+from quietgrad.core.session.objectives import BaseObjective, Batch, LossConstants, NoRegularizer
 from quietgrad.methods.learning_rates import Linear
-from quietgrad.methods.oracles.spider import relative_noise, split_for
+from quietgrad.methods.oracles.spider import SpiderSettings, relative_noise, split_for
 from quietgrad.methods.theorems import bounds
 from quietgrad.objectives import Logistic
 from quietgrad.tables.landscapes import SyntheticRecords
@@ -40,6 +41,7 @@ class Listening:
         self.session, self.exact = session, exact
         self.heard: list[tuple[str, float, Floats]] = []
         self.asked: list[Any] = []  # whose records each release was about; None: all
+        self.length = 0.0  # of the walk, as the method reports it
 
     def release(self, slot: str, query: Any) -> Any:
         answer = self.session.release(slot, query)
@@ -67,6 +69,7 @@ def walked(method: qg.DPSpider, budget: qg.Budget | None, n: int = 300) -> tuple
     while not state.done:
         state = method.step(state, session)  # type: ignore[arg-type]
         path.append(np.array(state.params))
+    session.length = state.extra["path"]
     return path, session, (X, y)
 
 
@@ -168,6 +171,8 @@ def test_every_line_is_that_of_the_reference(method: qg.DPSpider, private: bool)
         assert method.sampling != "fixed-size" or {*sizes["o1"], *sizes["o2"]} == {60, 25}
     np.testing.assert_allclose(np.stack(path), np.stack(expected), rtol=0.0, atol=1e-9)
     np.testing.assert_allclose([bound for _, bound, _ in session.heard], clips, rtol=1e-9)
+    walk = np.linalg.norm(np.diff(np.stack(expected), axis=0), axis=1)
+    assert session.length == pytest.approx(walk[method.warm_steps :].sum(), rel=1e-9)
 
 
 def test_each_kind_of_release_has_the_noise_of_its_own_slot() -> None:
@@ -250,6 +255,21 @@ def test_theory_splits_where_the_noise_of_an_estimate_is_least() -> None:
     assert differences.noise == pytest.approx(0.02 * math.sqrt(80 / (1 - share)) / (0.1 * math.sqrt(5 / share)))
 
 
+def test_the_method_and_its_oracle_share_their_settings() -> None:
+    """Each is declared once, and every value that is given reaches the oracle."""
+    names = [each.name for each in fields(SpiderSettings)]
+    assert len(names) == 13
+    given: dict[str, Any] = {
+        "period": 3, "clip": 2.0, "smoothness": 0.5, "difference_clip": 0.1, "split": 0.7, "path": 4.0,
+        "batch_size": 30, "difference_batch_size": 20, "sampling": "turns", "warm_steps": 2, "warm_share": 0.25,
+        "cohorts": 4, "noise": "correlated",
+    }  # fmt: skip
+    assert given.keys() == {*names}
+    oracle = qg.DPSpider(10, 0.1, **given).oracle()
+    assert {name: getattr(oracle, name) for name in names} == given
+    assert all(given[each.name] != each.default for each in fields(SpiderSettings))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -262,6 +282,19 @@ def test_theory_splits_where_the_noise_of_an_estimate_is_least() -> None:
         (lambda: qg.AdaptiveSpider(split=0.5), "on fresh records"),
         (lambda: qg.AdaptiveSpider(regime="reuse", noise="correlated", difference_clip=1.0), "regime='fresh'"),
         (lambda: qg.Spider(path=2.0), "give those too"),
+        (lambda: qg.DPSpider(warm_steps=2.5), "warm_steps=2.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: qg.DPSpider(warm_steps=-1), "warm_steps=-1: must be a whole number"),
+        (lambda: qg.DPSpider(warm_learning_rate=0.1), "needs warm_steps"),
+        (lambda: qg.DPSpider(split=math.nan), "split=nan"),
+        (lambda: qg.DPSpider(split=1e-300), "split=1e-300"),
+        (lambda: qg.DPSpider(period=0), "period=0"),
+        (lambda: qg.DPSpider(clip=math.inf), "clip=inf"),
+        (lambda: qg.DPSpider(smoothness=math.inf), "smoothness=inf"),
+        (lambda: qg.DPSpider(path=math.inf), "path=inf"),
+        (lambda: qg.DPSpider(path=1e300).schedule(100), "path=1e[+]300: with this clip"),
+        (lambda: qg.DPSpider(path=1e-300).schedule(100), "path=1e-300: with this clip"),
+        (lambda: qg.DPSpider(kappa=1e300).schedule(100), "kappa=1e[+]300: with this clip"),
+        (lambda: qg.DPSpider(noise="correlatd"), "noise='correlatd'"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_mean_nothing_are_refused(build: Any, message: str) -> None:

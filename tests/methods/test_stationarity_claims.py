@@ -12,8 +12,9 @@ import pytest
 from scipy.stats import binom
 
 import quietgrad as qg
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer
+from quietgrad.core.session.objectives import BaseObjective, Batch, LossConstants, NoRegularizer
 from quietgrad.methods.oracles.base import Estimate
 from quietgrad.methods.oracles.error_bounds import EstimateError
 from quietgrad.methods.oracles.gradient_estimators import MiniBatch

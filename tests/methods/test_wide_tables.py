@@ -9,7 +9,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.core.accounting.budget import Budget, Relation
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.methods.budget_allocation import for_table
 from quietgrad.methods.whitened_gd import WhitenedGD
 from quietgrad.objectives import Logistic, Multinomial

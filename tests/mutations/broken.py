@@ -20,8 +20,10 @@ from quietgrad.core.noise.mechanisms import NoiseSource
 from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.sampling import RandomAllocation
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator, CentralSession
-from quietgrad.core.session.queries import Batch, ClippingRule, Query, RecursiveMomentumQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import Query, RecursiveMomentumQuery
 from quietgrad.core.vectors import OwnVector
 from quietgrad.objectives import Logistic
 

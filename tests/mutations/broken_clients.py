@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.core.errors import BudgetError
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.core.vectors import Vector
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.public_time import AtOnce

@@ -26,7 +26,8 @@ from quietgrad.assurance.audit.networks import steep_loss as loss
 from quietgrad.assurance.audit.networks import steep_table as table
 from quietgrad.assurance.audit.report import AuditFinding
 from quietgrad.core.session.clipping import FLAT, Automatic, Clipping, PerLayer
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import Combine, PersonRule, RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import vectors_by_autograd

@@ -22,9 +22,9 @@ from quietgrad.assurance.audit.report import AuditFinding
 from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.noise.rng import seed_key
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.core.session.queries import (
-    Batch,
-    ClippingRule,
     GradientDifferenceQuery,
     GradientQuery,
     JointMomentumQuery,

@@ -38,8 +38,10 @@ from quietgrad.core.noise.rng import fresh_key
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import FixedSize, FullBatch, Poisson, RandomAllocation, SinglePass
 from quietgrad.core.session.base import Curator
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Batch, ClippingRule, GradientQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.core.vectors import Vector
 from tests.probes import found

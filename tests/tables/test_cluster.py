@@ -15,7 +15,8 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.core.errors import ClusterError, DataError
-from quietgrad.core.session.queries import Batch, GradientQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.data.scanning import scan
 from quietgrad.estimators import PrivateLogisticRegression
 from quietgrad.tables.privacy_units import PersonRule

@@ -14,12 +14,11 @@ import numpy.typing as npt
 import pytest
 import scipy.sparse as sparse
 
+from quietgrad.core.session.objectives import Batch, NoRegularizer
 from quietgrad.core.session.queries import (
-    Batch,
     GradientDifferenceQuery,
     GradientQuery,
     JointMomentumQuery,
-    NoRegularizer,
     Query,
     RecursiveMomentumQuery,
 )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.linear import LinearObjective
 from quietgrad.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.tables.queries.local_fit import LocalFit, local_fit

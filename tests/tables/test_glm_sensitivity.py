@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session.objectives import Batch
 from quietgrad.core.session.queries import (
-    Batch,
     GradientDifferenceQuery,
     GradientQuery,
     JointMomentumQuery,

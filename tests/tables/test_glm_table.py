@@ -12,7 +12,8 @@ import pytest
 import scipy.sparse as sparse
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, GradientQuery, RecursiveMomentumQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery, RecursiveMomentumQuery
 from quietgrad.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.tables.regularizers import L2, Nonconvex
 from quietgrad.tables.table import Affine, lay_out
@@ -165,7 +166,8 @@ def test_the_full_batch_needs_no_compiler() -> None:
     program = (
         "import sys, numpy as np\n"
         "from quietgrad.objectives import Logistic, Multinomial\n"
-        "from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery\n"
+        "from quietgrad.core.session.objectives import Batch\n"
+        "from quietgrad.core.session.queries import RecursiveMomentumQuery\n"
         "o = Logistic(); r = o.prepare((np.eye(3), [0, 1, 1])); w = np.zeros(3)\n"
         "RecursiveMomentumQuery(w, w, .1, 1., 1.).sum_into(o, Batch(r, None), w.copy()); o.risk(r, w)\n"
         "assert not {'numba', 'scipy', 'sklearn', 'torch'} & set(sys.modules)\n"

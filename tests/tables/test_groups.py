@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.tables.queries.counts import CellSums, Tabulation
 from quietgrad.tables.queries.groups import Grouping, GroupSums

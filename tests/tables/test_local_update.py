@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.core.session.summing import batch_sum
 from quietgrad.objectives import L2, Huber, Logistic, Multinomial, Squared
 from quietgrad.tables.parties import PartyLevelObjective

@@ -14,14 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quietgrad.core.session.queries import (
-    Batch,
-    ClippingRule,
-    GradientQuery,
-    JointMomentumQuery,
-    LossQuery,
-    RecursiveMomentumQuery,
-)
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery, JointMomentumQuery, LossQuery, RecursiveMomentumQuery
 from quietgrad.tables import full_batch, kernels
 from quietgrad.tables.landscapes import landscape
 from quietgrad.tables.linear import LinearObjective, Task

@@ -16,7 +16,8 @@ import pytest
 from scipy import sparse
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.objectives import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.tables import full_batch
 from quietgrad.tables.losses import OneVsRestHinge

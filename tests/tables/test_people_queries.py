@@ -20,7 +20,8 @@ from scipy import sparse
 import quietgrad.tables
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session import queries as queries
-from quietgrad.core.session.queries import Batch, Query
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import Query
 from quietgrad.objectives import L2, Logistic, Squared
 from quietgrad.tables import range_queries, whitening
 from quietgrad.tables.privacy_units import (
@@ -78,6 +79,7 @@ TABLE: dict[type, Make] = {
     range_queries.RangeHistogram: lambda r: range_queries.RangeHistogram(
         np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r
     ),
+    range_queries.NoFeatures: range_queries.NoFeatures,
     range_queries.FeatureBins: lambda r: range_queries.FeatureBins(
         np.arange(D), np.tile([-2.0, 0.0, 2.0], (D, 1)), r
     ),

@@ -15,7 +15,7 @@ import pytest
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import ChangedError, DataError
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.data import scan
 from quietgrad.estimators import PrivateLogisticRegression
 from quietgrad.tables.losses import Logistic
@@ -72,7 +72,7 @@ def test_blocks_come_back_as_they_were(memory: int) -> None:
     kept(cache, "b", blocks[:1])
     assert "c" not in cache
     for key, expected in (("a", blocks), ("b", blocks[:1])):
-        found = list(cache.get(key))
+        found = [tuple(np.array(part) for part in block) for block in cache.get(key)]
         assert len(found) == len(expected)
         for got, given in zip(found, expected, strict=True):
             for one, other in zip(got, given, strict=True):

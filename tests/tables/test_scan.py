@@ -15,13 +15,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.core.errors import DataError, LedgerWarning
 from quietgrad.core.sampling import CyclicCohorts, CyclicPoisson, FixedSize, Poisson, SinglePass
-from quietgrad.core.session.queries import (
-    Batch,
-    GradientDifferenceQuery,
-    GradientQuery,
-    LossQuery,
-    RecursiveMomentumQuery,
-)
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientDifferenceQuery, GradientQuery, LossQuery, RecursiveMomentumQuery
 from quietgrad.data.scanning import Scan, scan
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,

@@ -17,7 +17,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.core.errors import ChangedError, DataError
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.session.queries import Batch, GradientQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.data.scanning import scan
 from quietgrad.estimators import PrivateAdditiveClassifier, PrivateLogisticRegression, PrivateSearch
 from quietgrad.tables.scanned import is_additive

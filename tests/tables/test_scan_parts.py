@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.core.session.queries import (
-    Batch,
-    GradientDifferenceQuery,
-    GradientQuery,
-    LossQuery,
-    RecursiveMomentumQuery,
-)
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientDifferenceQuery, GradientQuery, LossQuery, RecursiveMomentumQuery
 from quietgrad.tables.scanned import RowBlock
 from quietgrad.tables.table import Table
 

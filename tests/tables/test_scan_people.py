@@ -19,7 +19,8 @@ import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import ChangedError, DataError
-from quietgrad.core.session.queries import Batch, GradientQuery, LossQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery, LossQuery
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.tables.privacy_units import PersonRule, with_privacy_unit
 from quietgrad.tables.queries.counts import LabelCounts, LabelSet

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.one_record import each_record

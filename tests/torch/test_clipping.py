@@ -25,7 +25,9 @@ from quietgrad.core.session.clipping import (
     read_clipping,
     scale_factors,
 )
-from quietgrad.core.session.queries import Batch, ClippingRule, GradientQuery
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.wire import pack, template, template_mismatch, unpack
 from quietgrad.methods.registry import entry

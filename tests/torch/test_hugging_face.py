@@ -86,7 +86,7 @@ def trainer(folder: Path, made: type[DPTrainer] = DPTrainer, **settings: Any) ->
     own = ("model", "train_dataset", "data_collator", "processing_class", "compute_loss_func", "callbacks", "pad",
            "eval_dataset", "optimizers", "model_init")  # fmt: skip
     promised = ("noise_multiplier", "max_grad_norm", "target_epsilon", "target_delta", "ledger", "seed", "budget",
-                "sampling")  # fmt: skip
+                "sampling", "noise_schedule", "clip_schedule")  # fmt: skip
     privacy: dict[str, Any] = {"max_grad_norm": 1.0} | {k: settings.pop(k) for k in promised if k in settings}
     if not {"target_epsilon", "budget"} & set(privacy):
         privacy.setdefault("noise_multiplier", 1.0)
@@ -307,6 +307,21 @@ def test_a_second_training_is_a_new_charge_and_the_card_says_what_all_cost(tmp_p
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert f"{made.privacy}" in card
     assert f"its 2 trainings together: ε = {made.epsilon(1e-5):.4g}" in card
+
+
+def test_a_trainer_follows_schedules_and_the_card_says_them(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path, noise_schedule=qt.StepNoise(step_size=1, gamma=0.5), max_steps=-1, num_train_epochs=3,
+        clip_schedule=qt.StepGradClip(step_size=2, gamma=0.5),
+    )  # fmt: skip
+    made.train()
+    length = made._loop.epoch_length
+    assert made.privacy.releases == {f"stretch-{epoch}": length for epoch in range(3)}
+    assert made._loop.plan.config["clip_factors"] == [[2 * length, 1.0], [length, 0.5]]
+    made.create_model_card(model_name="private")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "- noise_schedule: StepNoise(step_size=1, gamma=0.5), of epochs" in card
+    assert f"max_grad_norm: {made._loop.plan.config['clip']:g};" in card
 
 
 def killed(folder: Path, **settings: Any) -> Any:

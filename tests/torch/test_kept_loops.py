@@ -77,6 +77,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "replace-one": {"n_public": None, "budget": qg.Budget(2.0, 1e-5, qg.Relation.REPLACE_ONE)},
     "own noise": {"noise_multiplier": 1.0, "budget": None},
+    "schedules": {
+        "noise_schedule": qt.StepNoise(step_size=1, gamma=0.5),
+        "clip_schedule": qt.LambdaGradClip(scheduler_function=lambda epoch: 1.0 + epoch),
+    },
 }
 
 
@@ -177,6 +181,8 @@ def test_an_edited_loop_is_refused(edit: str) -> None:
 
 @pytest.mark.parametrize(("given", "what"), [
     ({"steps": 7}, "stretches"), ({"batch_size": 10}, "stretches"), ({"max_grad_norm": 0.6}, "clip"),
+    ({"noise_schedule": qt.StepNoise(step_size=1, gamma=0.5)}, "stretches"),
+    ({"clip_schedule": qt.StepGradClip(step_size=1, gamma=0.5)}, "clip_factors"),
     ({"sampling": "turns"}, "sampling"), ({"budget": qg.Budget(9.0, 1e-5)}, "budget"),
     ({"noise_multiplier": 20.0, "budget": None}, "budget"),
     ({"n_public": 6000}, "n_public"), ({"account": "others"}, "account"), ({"cap": BUDGET}, "cap"),
@@ -249,7 +255,7 @@ def test_what_is_not_kept() -> None:
     interrupted()
     with pytest.raises(ValueError, match="leave seed out"):
         loop_of(seed=3)
-    with pytest.raises(DataError, match="a loop run"):
+    with pytest.raises(DataError, match="loop run"):
         qg.resume(folder="run", data=([[0.0]], [0.0]))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quietgrad.core.session.queries import Batch, NoRegularizer
+from quietgrad.core.session.objectives import Batch, NoRegularizer
 from quietgrad.objectives import L2
 from quietgrad.tables.parties import PartyLevelObjective
 from quietgrad.tables.privacy_units import GroupIndex, RecordsWithIds

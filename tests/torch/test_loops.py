@@ -245,6 +245,67 @@ def test_untouched_handles_are_unconditional(reduction: str) -> None:
         assert (number, loader.privacy.condition) == (loader.loop.handed_out - 1, None)
 
 
+@pytest.mark.parametrize(("of_loss", "declared"), [("sum", "mean"), ("mean", "sum"), ("none", "sum")])
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_declared_reduction_decides_what_sums_are_divided_by(of_loss: str, declared: str, touched: bool) -> None:
+    """Whatever the criterion's own reduction is, read or not: the length of a step is what was declared."""
+    model = network()
+    made, optimizer, loader, criterion = private(
+        model, nn.CrossEntropyLoss(reduction=of_loss), loss_reduction=declared
+    )
+    assert optimizer.loss_reduction == declared
+    for x, y in loader:
+        expected = clipped_mean(gradients(model, *in_hand(loader)), 15 if declared == "mean" else 1)
+        optimizer.zero_grad()
+        loss = criterion(made(x), y)
+        loss = loss.mean() if of_loss == "none" else loss
+        if touched:
+            with warnings.catch_warnings(action="ignore"):
+                loss.item()
+        loss.backward()
+        optimizer.step()
+        assert_gradients(model, expected)
+        assert optimizer.loss_reduction == declared
+
+
+def test_class_weights_count_in_a_sum_and_are_said_to_be_lost_in_a_mean() -> None:
+    weight = torch.tensor([1.0, 5.0])
+    model = network()
+    summed = nn.CrossEntropyLoss(weight=weight, reduction="sum")
+    made, optimizer, loader, criterion = private(model, summed, loss_reduction="mean", max_grad_norm=50.0)
+    x, y = next(iter(loader))
+    x_in, y_in = in_hand(loader)
+    expected = clipped_mean(gradients(model, x_in, y_in, summed), 15, 50.0)
+    plain = clipped_mean(gradients(model, *in_hand(loader)), 15, 50.0)
+    criterion(made(x), y).backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+    assert any(not torch.allclose(one, other) for one, other in zip(expected, plain, strict=True))
+    divided = nn.CrossEntropyLoss(weight=weight)
+    with pytest.warns(UserWarning, match="a record with one label loses its weight. Write reduction='sum'"):
+        private(network(), divided)
+    with pytest.warns(UserWarning, match="a record with one label loses its weight"):
+        loop_of(network(), loss=divided)
+
+
+def test_the_printed_line_says_what_was_taken_as_public_and_how_far_the_loop_is() -> None:
+    settings: dict[str, Any] = {"noise_multiplier": 1.0, "seed": None, "batch_size": 15}
+    loader = private(network(), nn.CrossEntropyLoss(), epochs=2, **settings)[2]
+    next(iter(loader))
+    line = str(loader.privacy)
+    assert "n was taken from the data set's length, which is thereby declared public" in line
+    whole = loader.loop.plan.epsilon()
+    early = "a loop that ends early because of what it saw costs the whole plan"
+    assert f"1 of 8 planned steps so far; {early}, ε = {whole:.4g}" in line
+    assert loader.privacy.epsilon < whole
+    loader = private(network(), nn.CrossEntropyLoss(), n_public=60, **settings)[2]
+    next(iter(loader))
+    line = str(loader.privacy)
+    assert line.endswith("; kept in no ledger: the loop has no planned end (give epochs=)")
+    assert "n was taken" not in line
+    assert "so far" not in line
+
+
 def test_a_function_as_criterion_class_weights_and_a_transform() -> None:
     """A criterion sees one record: a weighted mean is that record's own, and rows cannot silence each other."""
     model = nn.Sequential(nn.Linear(10, 2))
@@ -301,7 +362,7 @@ def test_whatever_is_read_makes_epsilon_conditional_and_the_ledger_knows(what: s
         TOUCHED[what](x, y, out, loss)
     assert loader.privacy.condition.startswith("if the loop's own code treats records apart")
     assert ledger.book().conditions("default") == (loader.privacy.condition,)
-    assert str(loader.privacy).endswith("(not checked)")
+    assert "(not checked)" in str(loader.privacy)
     loss.backward()
     optimizer.step()
 

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.clipped_sums import clipped_gradient_sum
 from quietgrad.torch.networks import gradients as gathering
 from quietgrad.torch.networks import taps

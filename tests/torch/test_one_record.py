@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.errors import QuietgradError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.networks.module import ModuleObjective
 from tests.torch.one_record.cases import (
     CLASSES,

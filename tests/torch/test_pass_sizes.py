@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.torch.networks import one_record, pass_sizes
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.pass_sizes import REFERENCE, Layout, PassSizes, pass_size

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError, DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective

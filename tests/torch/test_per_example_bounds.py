@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.torch import clipped_sums
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum
 from quietgrad.torch.networks import compiled_sums, operations

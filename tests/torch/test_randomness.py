@@ -16,8 +16,9 @@ from torch.utils.data import Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.networks.module import CompensatedSum, ModuleObjective
 from quietgrad.torch.networks.randomness import PerRecordRNG, RecordSeeds
 

@@ -13,7 +13,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 import quietgrad.torch as qt
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import examples_of

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.loops.handle_loop import HandleLoop
 from quietgrad.torch.loops.step_program import ClosedPiece, RecordedPiece, SampleQuery
 from quietgrad.torch.networks.randomness import RecordSeeds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from quietgrad.core.errors import QuietgradError
 X = torch.randn(61, 6, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
 KINDS = ("plain", "ddp", "shards")
-STEPS = ("clipped", "clipped by value", "scaled", "scaled and clipped", "logged by all after the step")
+STEPS = ("clipped", "clipped by value", "scaled", "scaled and clipped", "logged by all after the step", "scheduled")
 CASES = [(kind, step, most) for kind in KINDS for step in STEPS for most in (None, 6)]
 
 
@@ -37,6 +38,13 @@ def network(kind: str) -> Any:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+HALVES = qt.StepNoise(step_size=1, gamma=0.5)
+
+
+def epochs_of(step: str) -> int:
+    return 2 if step == "scheduled" else 1
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -59,16 +67,18 @@ def step_of(step: str, model: Any, optimizer: Any, loss: Any) -> None:
 
 
 def trained(kind: str, step: str, most: int | None) -> dict[str, Any]:
-    model = network(kind)
+    model, settings = network(kind), dict[str, Any]()
+    if step == "scheduled":
+        settings = {"noise_schedule": HALVES, "clip_schedule": qt.ExponentialGradClip(gamma=0.5)}
     private, optimizer, loader, criterion = qt.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=1.0, epochs=1, seed=7,
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=1.0, seed=7,
         data_loader=DataLoader(TensorDataset(X, Y), batch_size=20), max_grad_norm=1.0, n_public=61,
-        criterion=nn.CrossEntropyLoss(),
+        criterion=nn.CrossEntropyLoss(), epochs=epochs_of(step), **settings,
     )  # fmt: skip
     batches = loader
     if most is not None:
         batches = qt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=most, optimizer=optimizer)
-    for x, y in batches:
+    for x, y in chain.from_iterable(batches for _ in range(epochs_of(step))):
         optimizer.zero_grad()
         step_of(step, private, optimizer, criterion(private(x), y))
         if step == "logged by all after the step" and not loader.loop.partial:
@@ -181,7 +191,8 @@ def test_a_step_on_two_processes_is_that_of_one(
     alone = trained("plain", step, most)
     # The same seed gives the same noise: released twice, or by both, it would be another.
     torch.testing.assert_close(first["params"], alone["params"], rtol=1e-4, atol=2e-5)
-    assert first["releases"] == alone["releases"] == {"stretch-0": 4}
+    expected = {f"stretch-{epoch}": 4 for epoch in range(epochs_of(step))}
+    assert first["releases"] == alone["releases"] == expected
 
 
 def test_where_one_process_cannot_go_on_all_end_in_words(ranks: list[dict[Any, Any]]) -> None:

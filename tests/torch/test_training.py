@@ -15,7 +15,7 @@ import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.core.vectors import norm
 from quietgrad.tables.regularizers import L2
 from quietgrad.torch.networks.module import ModuleObjective

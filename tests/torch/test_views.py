@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.randomness import RecordSeeds

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import GRADIENT, Gradients
 from quietgrad.torch.networks.kernels import TiedGradients

@@ -14,7 +14,7 @@ from quietgrad.cli.options import say, usage
 from quietgrad.cli.run_spec import RunSpec, with_options
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.training import training_of
-from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.budget import Budget, Relation, advised_delta
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import sanitize
@@ -177,9 +177,10 @@ def _of_budget(specs: Sequence[RunSpec], data: Dataset) -> list[ColumnRemark]:
     findings = []
     if spec.delta * n >= 1.0:
         text = f"{spec.delta:g} is not below 1/n = {1.0 / n:.2g} and would allow one record to be published"
-        findings.append(ColumnRemark("δ", text, True))
-    elif spec.delta * n > 0.1:
-        findings.append(ColumnRemark("δ", f"{spec.delta:g} is close to 1/n = {1.0 / n:.2g}; choose less"))
+        findings.append(ColumnRemark("δ", f"{text}; choose --delta {advised_delta(n):g}", True))
+    elif spec.delta > advised_delta(n) and spec.delta * n > 0.01:
+        text = f"{spec.delta:g} is above 1/(100 n) = {0.01 / n:.2g}; choose --delta {advised_delta(n):g}"
+        findings.append(ColumnRemark("δ", text))
     budgets = [budget for one in specs if (budget := one.budget()) is not None]
     width = features_seen(spec, data)
     off = [_coefficient_error(n, width, budget) for budget in budgets]

@@ -73,6 +73,8 @@ def schema(
     """
     if output is not None and output.exists() and not overwrite:
         raise DataError(f"{output}: exists already; choose another -o, or pass --overwrite.")
+    if output is not None and output.suffix != ".toml":
+        raise DataError(f"{output}: a schema is drafted as TOML; name the file {output.stem}.toml.")
     draft = draft_schema(
         file, label=spec.label, drop=tuple(spec.drop or ()), keep=spec.keep, delimiter=spec.delimiter,
         encoding=spec.encoding,
@@ -88,7 +90,7 @@ def schema(
         say(draft.to_toml())
         return
     say(f"{output}: drafted from the header and the form of the cells of {file}, which were read without noise for "
-        "you as their owner. It holds no cell.")  # fmt: skip
+        "you as their owner. The draft is not private: keep it to yourself.")  # fmt: skip
     if len(kinds) > _MOST_LINES:
         by_kind: dict[str, list[str]] = {}
         for name, kind in kinds.items():

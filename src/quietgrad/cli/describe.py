@@ -200,6 +200,8 @@ def _in_words(row: Row) -> str:
     words = [f"{row['count']:.0f} ± {row['count_error']:.0f} records"]
     if row.get("range") == "hidden":
         words.append("values unknown: no range stands out of the noise; declare bounds")
+    elif "mean" in row and row["mean"] is None:
+        words.append("values unknown: too few records stand out of the noise")
     elif "mean" in row:
         unit = " days" if row["kind"] == "date" else ""
         for key, name in (("mean", "mean"), ("q50", "median")):
@@ -207,6 +209,8 @@ def _in_words(row: Row) -> str:
         if row["range"] == "found":
             ends = f"[{_shown(row, 'cut_low')}, {_shown(row, 'cut_high')}]"
             words.append(f"of values cut to {ends}, found privately")
+    elif row["most_frequent"] is None:
+        words.append("most frequent value unknown: none stands out of the noise")
     else:
         words.append(f"most frequent: {sanitize(row['most_frequent'])} ({row['most_frequent_count']:.0f})")
     return ", ".join(words)

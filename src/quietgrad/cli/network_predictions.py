@@ -95,7 +95,7 @@ def format_of(facts: Details) -> RecordFormat:
 
 
 def _losses(objective: Any, prepared: Any) -> npt.NDArray[np.float64]:
-    from quietgrad.core.session.queries import Batch
+    from quietgrad.core.session.objectives import Batch
 
     with objective.evaluating():
         losses: npt.NDArray[np.float64] = objective.row_losses(

@@ -35,6 +35,7 @@ from quietgrad.core.session.opening import Terms
 from quietgrad.core.settings import field_values, fields_of
 from quietgrad.data.address import Address, is_address, public
 from quietgrad.data.dataset import Dataset, check_task
+from quietgrad.data.schema import without_comments
 from quietgrad.estimators.holdout import hold_out_records, hopeless_score
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import for_table
@@ -200,7 +201,9 @@ class RunSpec:
         folder.mkdir(parents=True, exist_ok=True)
         if self.schema is not None:  # a run keeps what its model's features mean
             path = Path(self.schema)
-            write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
+            content = path.read_bytes()  # without comments: those of a draft tell of cells, and a run is published
+            own = without_comments(content) if path.suffix == ".toml" else content
+            write_atomically(folder / f"schema{path.suffix}", own)
         values = dataclasses.asdict(self)
         model, score = self.budget(), self.budget(of_score=True)
         if model is not None and score is not None:  # checks of the run compare its own part with what was asked

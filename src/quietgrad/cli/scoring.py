@@ -96,8 +96,9 @@ def say_undeclared(data: Dataset) -> None:
     known = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
     whose = "No label is" if count == rows else f"{count} of {rows} labels are not"
     say(
-        f"{data.name}: {whose} among the classes {known}; such labels count as {names[0]!r}. Nothing is charged "
-        "yet: stop here if that is not meant.\n(For the records' owner: only this terminal shows it, and no file.)",
+        f"{data.name}: {whose} among the classes {known}; such labels count as {names[0]!r}, and the training goes "
+        "on. Nothing is charged yet: interrupt it (Ctrl-C) if that is not meant.\n"
+        "(For the records' owner: only this terminal shows it, and no file.)",
         err=True,
     )
 

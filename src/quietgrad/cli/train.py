@@ -166,7 +166,7 @@ def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> 
     rows += [*so_far(result, out), *_score_rows(result)]
     n = result.n_public
     if privacy.is_private and privacy.delta is not None and n and privacy.delta > 1.0 / n:
-        why = "it would allow one person's records to be published; choose a δ well below 1/n"
+        why = "it would allow one person's records to be published; choose δ ≤ 1/(100 n)"
         rows.append(("caution", f"δ = {privacy.delta:g} is above 1/n: {why}"))
     rows += [("caution", note) for note in privacy.notes if "declare feature_bounds" in note]
     if crowded := clipped_features(result.details):

@@ -198,19 +198,24 @@ class Date(ColumnKind):
     `parts` chooses days since a public date (mapped to [0, 1] by bounds), month and weekday.
 
     A missing entry sets no bit of month and weekday and takes the first day; `indicator` sets a flag for it.
+    `format` is one form of dates or several, the first of which that fits is taken. With `lenient` a cell that is
+    no date of these forms is a missing entry.
 
     >>> Date((date(2020, 1, 1), date(2020, 1, 31)), parts=("days",)).encode("joined", ["2020-01-16"]).tolist()
     [[0.5]]
     """
 
     bounds: tuple[date, date] | None = None
-    format: str = "%Y-%m-%d"
+    format: str | tuple[str, ...] = "%Y-%m-%d"
     parts: tuple[str, ...] = ("days", "month", "weekday")
     indicator: bool = False
     since: date = SINCE
+    lenient: bool = False
     zero_one = False
 
     def __post_init__(self) -> None:
+        if not self.formats:
+            raise DataError('format: must be a form of dates such as "%d.%m.%Y", or a list of some.')
         if not self.parts or set(self.parts) - {"days", "month", "weekday"}:
             raise DataError(f"parts={list(self.parts)}: must be some of days, month, weekday.")
         if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
@@ -231,13 +236,22 @@ class Date(ColumnKind):
     def dates(self, column: str, values: Cells, missing: Sequence[str]) -> list[date | None]:
         """The cells as dates, ``None`` for a missing one."""
         texts, absent = [str(value).strip() for value in values], {*missing, "None", "NaT"}
-        try:
-            return [None if text in absent else to_date(text, self.format) for text in texts]
-        except ValueError:
+        found = [None if text in absent else first_date(text, self.formats) for text in texts]
+        if not self.lenient and any(
+            day is None and text not in absent for day, text in zip(found, texts, strict=True)
+        ):
             raise DataError(
-                f"column {column!r} holds cells that are not dates of the form {self.format}. Say its format in "
-                'the schema, such as format = "%d.%m.%Y".'
-            ) from None
+                'format in the schema, such as format = "%d.%m.%Y", or several: ["%Y-%m-%d", "%Y%m%d"]. '
+                'format in the schema, such as format = "%d.%m.%Y", or several: ["%Y-%m-%d", "%d.%m.%Y"]. '
+                'To count the other cells as gaps, write unreadable = "gap" and missing = "indicator" for the '
+                "column. No privacy budget was spent."
+            )
+        return found
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The forms of dates, in the order in which they are tried."""
+        return (self.format,) if isinstance(self.format, str) else tuple(self.format)
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
         found = self.dates(column, values, missing)
@@ -258,6 +272,20 @@ class Date(ColumnKind):
 def to_date(text: str, format: str) -> date:
     """The date in a cell; a time of day after it is left out."""
     return datetime.strptime(re.split(r"[T ]", text, maxsplit=1)[0], format).date()
+
+
+def first_date(text: str, formats: Sequence[str]) -> date | None:
+    """The date in a cell by the first of some forms that fits; ``None`` if none does.
+
+    >>> first_date("31.12.2020", ("%Y-%m-%d", "%d.%m.%Y")), first_date("soon", ("%Y-%m-%d",))
+    (datetime.date(2020, 12, 31), None)
+    """
+    for format in formats:
+        try:
+            return to_date(text, format)
+        except ValueError:
+            continue
+    return None
 
 
 def is_number(text: str) -> bool:

@@ -109,7 +109,7 @@ class Dataset:
     def refuse_uncounted(self, budget: Budget | None) -> None:
         """Raise DataError if the guarantee fixes the number of records and what they hold decides it."""
         from quietgrad.core.accounting.budget import Relation
-        from quietgrad.core.session.queries import UNCOUNTED
+        from quietgrad.core.session.objectives import UNCOUNTED
 
         if self.leaves_out and budget is not None and budget.relation is Relation.REPLACE_ONE:
             raise DataError(f"{self.name}: {UNCOUNTED}")

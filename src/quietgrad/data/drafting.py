@@ -17,7 +17,7 @@ from pathlib import Path
 from quietgrad.core.errors import DataError, boundary
 from quietgrad.core.files import check_regular
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, is_number, to_date
+from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, first_date, is_number
 from quietgrad.data.file_formats import read_content
 from quietgrad.data.id_columns import is_id_column, may_be_ids
 
@@ -46,6 +46,8 @@ _MANY = 200  # different words above which a column is text
 _LONG = 60  # characters
 _GAP_NUMBERS = ("999", "9999", "99999", "999999", "9999999", "-999", "-9999", "99", "-99", "-9", "-1")
 """Numbers that stand for a gap where they stand alone, far from all others."""
+_ENOUGH = 20  # cells from which on a few may be written otherwise
+_STRAYS = 0.05  # share of cells that are no numbers or dates, up to which they count as gaps
 _FEWEST_GAPS = 3  # cells with such a number
 
 
@@ -60,9 +62,10 @@ class DraftColumn:
     """Whether gaps are written as words, such as n/a or -, that a file read without a schema does not know."""
     decimal: str = "."
     thousands: str = ""
-    format: str = ""
+    formats: tuple[str, ...] = ()
+    """Of dates: the forms in which they are written."""
     lenient: bool = False
-    """Whether a few cells are no numbers, and count as gaps."""
+    """Whether a few cells are no numbers or no dates, and count as gaps."""
     gap_number: str = ""
     """The number that stands alone, such as 999, and is taken for a gap."""
     coded: bool = False
@@ -91,7 +94,8 @@ class DraftColumn:
             )
         elif self.kind == "date":
             lines += [
-                f"format = {json.dumps(self.format)}",
+                f"format = {json.dumps(self.formats[0] if len(self.formats) == 1 else self.formats)}",
+                *('unreadable = "gap"  # a cell that is no date counts as missing' for _ in range(self.lenient)),
                 'bounds = []  # the first and last plausible day, such as ["2000-01-01", "2030-12-31"]',
                 'parts = ["days", "month", "weekday"]',
             ]
@@ -119,7 +123,10 @@ class Draft:
     def to_toml(self) -> str:
         """The schema file, with comments on what to fill in."""
         out = [
-            f"# Schema of {sanitize(self.file)}, drafted from its header and the form of its cells. It holds none.",
+            f"# Schema of {sanitize(self.file)}, drafted from its header and the form of its cells, without noise.",
+            "# The draft is a look at the data for their owner. It is NOT private: kinds, formats, numbers that",
+            "# stand for gaps and the comments depend on cells. Keep it to yourself, and publish a schema only if",
+            "# you would have written each of its lines without the file. A run keeps it without the comments.",
             "# Fill in bounds, categories and classes from PUBLIC knowledge: a range or a list that is computed",
             "# from this file would publish something about its people. Empty bounds are found privately.",
             *(f"# problem: {problem}" for problem in self.problems),
@@ -212,10 +219,19 @@ def draft_schema(
                 f"column {column!r}: survey weights are no feature. If it holds them, leave it out, and pass it in "
                 "Python as sample_weight with its public max_weight"
             )
-        if drafted.lenient:
+        if drafted.lenient and drafted.kind == "date":
+            problems.append(
+                f"column {column!r}: most cells are dates, {_not_dates(drafted, texts)} are none and count as gaps "
+                "(unreadable); look at them"
+            )
+        elif drafted.lenient:
             problems.append(
                 f"column {column!r}: most cells are numbers, {_strays(texts)} are words and count as gaps "
                 "(unreadable); look at them"
+            )
+        if len(drafted.formats) > 1:
+            problems.append(
+                f"column {column!r}: dates are written in {len(drafted.formats)} ways; the first that fits is taken"
             )
         if drafted.kind in ("category", "text") and (strays := _strays(texts)):
             problems.append(
@@ -417,7 +433,7 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool, constant: bool = 
     if all(_WHOLE.fullmatch(word) for word in words):
         dated = _dates(words) if all(len(word) == 8 for word in words) else ""
         if dated and not is_label:
-            return DraftColumn(name, "date", format=dated)
+            return DraftColumn(name, "date", formats=(dated,))
         if not is_label and is_id_column(name, filled, words):
             return DraftColumn(name, "id")
         few = is_label and len(words) <= _FEW
@@ -428,12 +444,15 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool, constant: bool = 
         if all(form.fullmatch(word) for word in words):
             return DraftColumn(name, "number", decimal=decimal, thousands=thousands)
     if dated := _dates(words):
-        return DraftColumn(name, "date", format=dated)
+        return DraftColumn(name, "date", formats=(dated,))
     if is_label:
         return DraftColumn(name, "category")
+    if len(filled) >= _ENOUGH and (written := _mostly_dates(filled)):
+        strays = sum(not _is_date(cell, written) for cell in filled)
+        return DraftColumn(name, "date", formats=written, lenient=strays > 0, gaps=strays > 0)
     if is_id_column(name, filled, words):
         return DraftColumn(name, "id")
-    if len(filled) >= 20 and (mostly := _mostly_numbers(filled, 0.05)) is not None:
+    if len(filled) >= _ENOUGH and (mostly := _mostly_numbers(filled, _STRAYS)) is not None:
         return DraftColumn(name, "number", gaps=True, decimal=mostly[0], thousands=mostly[1], lenient=True)
     wordy = sum(word.count(" ") for word in words) > 3 * len(words)
     text = len(words) > _MANY or wordy or max(map(len, words)) > _LONG
@@ -441,10 +460,33 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool, constant: bool = 
 
 
 def _dates(words: set[str]) -> str:
-    def fits(format: str) -> bool:
-        try:
-            return all(1900 <= to_date(word, format).year <= 2100 for word in words)
-        except ValueError:
-            return False
+    """The first form in which all words are dates; empty if there is none."""
+    return next((form for form in DATE_FORMATS if all(_is_date(word, (form,)) for word in words)), "")
 
-    return next((format for format in DATE_FORMATS if fits(format)), "")
+
+def _is_date(word: str, forms: Sequence[str]) -> bool:
+    day = first_date(word, forms)
+    return day is not None and 1900 <= day.year <= 2100
+
+
+_SLASHED = ("%d/%m/%Y", "%m/%d/%Y")  # the same cell is another day in each: a column is written in one of them
+
+
+def _mostly_dates(cells: Sequence[str]) -> tuple[str, ...]:
+    """The forms in which nearly all cells are dates, the most frequent first; each is that of one cell in 20."""
+    rest: list[str] = list(cells)
+    written: list[str] = []
+    while len(rest) > _STRAYS * len(cells):
+        free = [form for form in DATE_FORMATS if form not in _SLASHED or not set(written) & set(_SLASHED)]
+        counts = {form: sum(_is_date(cell, (form,)) for cell in rest) for form in free if form not in written}
+        best = max(counts, key=lambda form: counts[form], default="")
+        if not best or counts[best] < _STRAYS * len(cells):
+            return ()
+        written.append(best)
+        rest = [cell for cell in rest if not _is_date(cell, (best,))]
+    return tuple(written)
+
+
+def _not_dates(drafted: DraftColumn, cells: Sequence[str]) -> int:
+    """How many cells of a column of dates are neither dates nor gaps."""
+    return sum(cell not in GAP_WORDS and not _is_date(cell, drafted.formats) for cell in cells)

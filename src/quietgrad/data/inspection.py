@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import GAP_WORDS, MISSING, Categorical, ColumnKind, Numeric, is_number, to_numbers
+from quietgrad.data.columns import GAP_WORDS, MISSING, Categorical, ColumnKind, Date, Numeric, is_number, to_numbers
 from quietgrad.data.id_columns import may_be_ids
 from quietgrad.data.schema import Schema
 from quietgrad.tables.labels import ClassLabels
@@ -47,7 +47,7 @@ def inspect_columns(cells: Table, schema: Schema | None, skip: Sequence[str | No
         kind = None if schema is None else schema.columns.get(name)
         findings += _gaps(name, column, schema, kind)
         findings += _same(name, column, schema, kind)
-        if isinstance(kind, Numeric) and kind.lenient and schema is not None:
+        if isinstance(kind, Numeric | Date) and kind.lenient and schema is not None:
             findings += _unreadable(name, column, kind, schema)
         if isinstance(kind, Numeric) and kind.bounds is not None:
             findings += _clipped(name, column, kind, schema)
@@ -89,7 +89,7 @@ def _gaps(name: str, column: Sequence[str], schema: Schema | None, kind: ColumnK
     if not filled or (kind is None and sum(map(is_number, filled)) < len(filled) / 2):
         return []  # in a column of words, "none" may well be an answer
     known = MISSING if schema is None else schema.missing
-    lenient = isinstance(kind, Numeric) and kind.lenient  # every word is a gap
+    lenient = isinstance(kind, Numeric | Date) and kind.lenient  # every word is a gap
     if strange := [word for word in words if word not in known and not lenient]:
         unlisted = ", ".join(map(repr, strange[:_SHOWN]))
         return [
@@ -124,14 +124,19 @@ def _clipped(name: str, column: Sequence[str], kind: Numeric, schema: Schema | N
     return []
 
 
-def _unreadable(name: str, column: Sequence[str], kind: Numeric, schema: Schema) -> list[ColumnRemark]:
-    """Cells that are no numbers and count as gaps, because the schema says so."""
-    gaps = np.isnan(to_numbers(name, column, (), decimal=kind.decimal, thousands=kind.thousands, lenient=True))
+def _unreadable(name: str, column: Sequence[str], kind: Numeric | Date, schema: Schema) -> list[ColumnRemark]:
+    """Cells that are no numbers, or no dates, and count as gaps, because the schema says so."""
+    if isinstance(kind, Date):
+        gaps = np.array([day is None for day in kind.dates(name, column, ())], dtype=bool)
+    else:
+        numbers = to_numbers(name, column, (), decimal=kind.decimal, thousands=kind.thousands, lenient=True)
+        gaps = np.isnan(numbers)
     absent = _gap_words(schema, kind)
     words = Counter(cell for cell, gap in zip(column, gaps, strict=True) if gap and cell not in absent)
     if not words:
         return []
-    text = f"{sum(words.values())} of {len(column)} cells are no numbers and count as gaps ({_some(words)})"
+    what = "dates" if isinstance(kind, Date) else "numbers"
+    text = f"{sum(words.values())} of {len(column)} cells are no {what} and count as gaps ({_some(words)})"
     return [ColumnRemark(name, text)]
 
 

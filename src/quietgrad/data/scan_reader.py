@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quietgrad.core.errors import ChangedError, DataError
-from quietgrad.core.session.queries import RecordAdapter
+from quietgrad.core.session.objectives import RecordAdapter
 from quietgrad.data.scan_sources import FilePartition, Partition
 from quietgrad.data.tables import RowLayout
 from quietgrad.tables.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers

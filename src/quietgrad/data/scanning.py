@@ -17,7 +17,7 @@ import numpy as np
 from joblib import cpu_count
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import RecordAdapter
+from quietgrad.core.session.objectives import RecordAdapter
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.scan_reader import (
     Array,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _CELLS = 1 << 21  # numbers of a block: few enough to stay near the processor, many enough to ask for at once
-_MOST_ROWS = 20_000  # not a power of two, which would put all columns into the same lines of the cache
+_MOST_ROWS = 44_000  # not a power of two, which would put all columns into the same lines of the cache
 _PAGE = 1 << 20  # bytes of a column that a reader may hold unpacked
 _SPARE = 40  # MB: what libraries and results take, whatever the table
 

@@ -130,8 +130,8 @@ _LABEL: dict[str, Any] = {
 }  # fmt: skip
 _COLUMN: dict[str, Any] = {
     "kind": str | None, "missing": str | None, "bounds": list[float | str | date], "categories": _WORDS,
-    "drop_first": bool, "log": bool, "fill": float | None, "decimal": str, "thousands": str, "format": str,
-    "parts": list[str], "since": str | date, "unreadable": str | None,
+    "drop_first": bool, "log": bool, "fill": float | None, "decimal": str, "thousands": str,
+    "format": str | list[str], "parts": list[str], "since": str | date, "unreadable": str | None,
 }  # fmt: skip
 
 
@@ -246,7 +246,9 @@ def _column(options: Said) -> ColumnKind:
         parts = tuple(options.get("parts", ("days", "month", "weekday")))
         if len(ends) not in (0, 2):
             raise DataError("bounds must be two dates such as 2000-01-01, or []")
-        return Date((ends[0], ends[1]) if ends else None, options.get("format", "%Y-%m-%d"), parts, flagged, since)
+        form = options.get("format", "%Y-%m-%d")
+        forms = form if isinstance(form, str) else tuple(map(str, form))
+        return Date((ends[0], ends[1]) if ends else None, forms, parts, flagged, since, _is_lenient(options))
     if kind == "category" or "categories" in options:
         if not options.get("categories"):
             raise DataError("`categories` is empty: list its public values, or leave the column out")
@@ -259,10 +261,47 @@ def _column(options: Said) -> ColumnKind:
         pair = (float(limits[0]), float(limits[1])) if limits else None
         written = (str(options.get("decimal", ".")), str(options.get("thousands", "")))
         whole = kind == "whole number"
-        if options.get("unreadable") not in (None, "gap", "refuse"):
-            raise DataError('unreadable must be "gap" or "refuse"')
-        lenient = options.get("unreadable") == "gap"
+        lenient = _is_lenient(options)
         return Numeric(
             pair, bool(options.get("log", False)), options.get("fill"), flagged, *written, whole, lenient
         )
     raise DataError("needs `bounds` (numeric) or `categories` (one-hot)")
+
+
+def _is_lenient(options: Said) -> bool:
+    """Whether a cell that is no number or no date counts as a gap."""
+    if options.get("unreadable") not in (None, "gap", "refuse"):
+        raise DataError('unreadable must be "gap" or "refuse"')
+    return options.get("unreadable") == "gap"
+
+
+def without_comments(content: bytes) -> bytes:
+    """A TOML schema without its comments, which may tell of cells; unchanged if they are part of what it says.
+
+    >>> without_comments(b'# 3 rows\n[label]\ncolumn = "#y"  # "ill"\n').decode()
+    '[label]\ncolumn = "#y"\n'
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        lines = [code for line in text.splitlines() if (code := _code_of(line)) or not line.strip()]
+        plain = "\n".join(lines) + "\n"
+        return plain.encode() if tomllib.loads(plain) == tomllib.loads(text) else content
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return content
+
+
+def _code_of(line: str) -> str:
+    """A line of TOML up to its comment."""
+    quote, place = "", 0
+    while place < len(line):
+        mark = line[place]
+        if quote == '"' and mark == "\\":
+            place += 1
+        elif quote:
+            quote = "" if mark == quote else quote
+        elif mark in "\"'":
+            quote = mark
+        elif mark == "#":
+            return line[:place].rstrip()
+        place += 1
+    return line

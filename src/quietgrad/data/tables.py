@@ -142,7 +142,8 @@ class RowLayout:
         wanted = dict.fromkeys((*columns, target, person, keep, *drop))
         if absent := [column for column in wanted if column is not None and column not in header_names]:
             named = ", ".join(repr(sanitize(column)) for column in absent[:40])
-            raise DataError(f"{name}: no column {named}; the file has {_listed(header) or 'no columns'}.")
+            hint = _other_delimiter(header, absent, "," if schema is None else schema.delimiter)
+            raise DataError(f"{name}: no column {named}; the file has {_listed(header) or 'no columns'}.{hint}")
         if not columns or target in columns or len(set(columns)) != len(columns):
             raise DataError(
                 f"{name}: needs feature columns, each named once, besides the label {target!r}; is the delimiter "
@@ -411,6 +412,22 @@ def text_columns(content: bytes, dialect: CSVDialect, wanted: Sequence[str], nam
     """
     table = dialect.table(dialect.body(content), dict.fromkeys(wanted, pa.string()), name, threads=True)
     return {column: [cell.strip() for cell in table.column(column).to_pylist()] for column in wanted}
+
+
+def _other_delimiter(header: Sequence[str], absent: Sequence[str], used: str) -> str:
+    """A hint where a header is one field that holds what is missed, between marks of another delimiter.
+
+    >>> _other_delimiter(["age;sex"], ["age", "sex"], ",")
+    " Its header is one field with ';' in it, but was read with delimiter ','. Say its own: delimiter = ';'."
+    """
+    for mark in ";,\t|":
+        names = {name.strip(' "') for name in header[0].split(mark)} if len(header) == 1 else set()
+        if len(names) > 1 and names & set(absent):
+            return (
+                f" Its header is one field with {mark!r} in it, but was read with delimiter {used!r}. Say its "
+                f"own: delimiter = {mark!r}."
+            )
+    return ""
 
 
 def _listed(names: Sequence[str]) -> str:

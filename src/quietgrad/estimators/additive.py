@@ -212,7 +212,7 @@ class PrivateAdditiveClassifier(Classifier, _Additive):
 
     Args:
         epsilon: Privacy budget of one fit. Smaller is more private and noisier.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         classes: the label set, public; ``None`` finds frequent labels privately.
         feature_bounds: public (low, high) by feature or column name; what is missing is found privately.

@@ -28,11 +28,12 @@ from quietgrad.core.ledger.state import DEFAULT
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.schedule import Plan, Slot
 from quietgrad.core.session.kept import Run, is_kept, open_run
+from quietgrad.core.session.objectives import NoRegularizer
 from quietgrad.core.session.opening import Keeping, OpenRun, Terms, opened, reopened
-from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.dates import bounds_in_days
 from quietgrad.estimators.predicting import predict_to
+from quietgrad.estimators.raw_frames import encode_raw_frame
 from quietgrad.estimators.runs import can_be_saved, fitted_attributes, to_run
 from quietgrad.estimators.summaries import CLIPPED_ERRORS, summary_of
 from quietgrad.estimators.validation import (
@@ -183,7 +184,7 @@ class PrivateModel(SpendsPrivacy):
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         if is_scan(X):
             raise DataError("X: is a scan. Its predictions may not fit in memory; use predict_to(scan, FILE).")
-        X = drop_person_column(X, self.person_column_)
+        X = encode_raw_frame(drop_person_column(X, self.person_column_), vars(self).get("_schema"))
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         X = X if self.features is None else self._mapped(X)
         limits = self.feature_range_

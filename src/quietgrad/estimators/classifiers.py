@@ -202,7 +202,7 @@ class PrivateLogisticRegression(_LinearClassifier):
 
     Args:
         epsilon: Privacy budget of one fit. Smaller is more private and noisier.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation. ``"add-remove"`` keeps the number of records secret; ``"replace-one"``
             takes it as public.
         classes: The public label set. ``None`` detects frequent labels privately, at a small charge. Boolean labels

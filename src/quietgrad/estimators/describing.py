@@ -42,6 +42,7 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SHARES = {"histograms": 0.45, "sums": 0.2, "pairs": 0.35}
 _PAIR_BINS, _MOST_LEVELS, _MOST_PAIRS = 4, 12, 45
 _REDRAWS = 200
+_STANDS_OUT = 2.0  # standard errors that a count must have for its column's values to be told
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Description:
 
     Statistics of a number are of its values cut to [``cut_low``, ``cut_high``]; ``range`` says whether that was
     declared or found privately. Where it is "hidden", no range stands out of the noise and nothing is said of the
-    values. ``table`` has a row for each column, with dates as days since 1970.
+    values. A count is between 0 and n, and a statistic that noise alone could have made is None. The cells of
+    ``histograms`` and ``pairs`` are the noisy counts themselves, which may be negative and add up without bias.
+    ``table`` has a row for each column, with dates as days since 1970.
 
     ``histograms`` and ``pairs`` have a row for each cell, with its count and
     error. They are data frames if pandas is installed, else lists of mappings.
@@ -190,7 +193,7 @@ def describe(
             that the schema lists (yes and no, or whole numbers within bounds), or values that are found privately.
         statistics: what is released of each group; the fewer, the less noise.
         epsilon: Privacy budget of the whole description. Smaller is more private and noisier.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         ledger: Path of a ledger file, as in the estimators.
         account: Name of the people in the ledger.
@@ -337,24 +340,32 @@ def _row(
     everyone: tuple[float, float],
     cut: Cut | None,
 ) -> dict[str, Any]:
-    """Build the row of statistics of one column; nothing is said of values whose range is hidden by noise."""
-    n, off = everyone
+    """Build the row of statistics of one column; nothing is said of values that noise hides.
+
+    Counts are brought into what is possible, from 0 to n. A statistic that the noise could have made alone is None.
+    """
+    n, off = max(everyone[0], 0.0), everyone[1]
     partial = bool(column.values) or column.gaps
-    held = n - float(counts[-1]) if partial else n
+    gaps = min(max(float(counts[-1]), 0.0), n) if partial else None
+    held = min(max(everyone[0] - float(counts[-1]), 0.0), n) if partial else n
     row: dict[str, Any] = {"column": column.name, "kind": column.kind, "count": held}
-    row |= {"count_error": math.hypot(off, noise * partial), "missing": float(counts[-1]) if partial else None}
+    row |= {"count_error": math.hypot(off, noise * partial), "missing": gaps}
     if cut is not None:
         row["range"] = cut.origin
+        unknown = dict.fromkeys(("mean", "std", *(f"q{round(100 * q):02d}" for q in _QUANTILES)))
         if cut.origin == "hidden":
-            nothing = (f"q{round(100 * q):02d}" for q in _QUANTILES)
-            return row | dict.fromkeys(("mean", "std", *nothing))
+            return row | unknown
         row |= {"cut_low": cut.low, "cut_high": cut.high}
     if sums is None:
         top = int(np.argmax(counts[: len(column.values)]))
-        return {**row, "most_frequent": str(column.values[top]), "most_frequent_count": float(counts[top])}
+        if counts[top] < _STANDS_OUT * noise:
+            return {**row, "most_frequent": None, "most_frequent_count": None}
+        return {**row, "most_frequent": str(column.values[top]), "most_frequent_count": min(float(counts[top]), n)}
     first, second, shaken = sums
     low, width = column.edges[0], column.edges[-1] - column.edges[0]
-    held = max(held, 1.0)
+    # A mean with the error of a value drawn from the range, or of records that noise alone counts, tells nothing.
+    if held < _STANDS_OUT * row["count_error"] or shaken / held > 1.0 / math.sqrt(12.0):
+        return row | unknown
     place = min(max(first / held, 0.0), 1.0)
     spread = math.sqrt(max(second / held - place * place, 0.0))
     row |= {"mean": low + width * place, "mean_error": width * shaken / held, "std": width * spread}

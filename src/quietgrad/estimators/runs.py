@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from quietgrad.core.errors import DataError
+from quietgrad.data.schema import Schema
+from quietgrad.estimators.raw_frames import schema_of_run
 from quietgrad.features.frozen import PublicFeatures
 from quietgrad.features.naming import read_features
 from quietgrad.methods.result import Result, load
@@ -33,7 +35,8 @@ _JSON = (bool, int, float, str)
 def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
     """Read the fitted estimator of a run.
 
-    The run is one of ``quietgrad train`` or of :func:`to_run`.
+    The run is one of ``quietgrad train`` or of :func:`to_run`. A model that was trained with a schema predicts for
+    frames with the schema's columns, as they are in the file, and for features that the schema encoded.
 
     Args:
         folder: of the run.
@@ -50,9 +53,9 @@ def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
     """
     from quietgrad import estimators
 
-    result = load(folder)
+    result, schema = load(folder), schema_of_run(folder)
     if result.details.get("additive"):
-        return _additive_from(result)
+        return _additive_from(result, schema)
     facts = result.details.get("model")
     if facts is None:
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
@@ -65,7 +68,7 @@ def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
         model.account = account
     weights, bias = saved_objective(facts).coefficients(np.asarray(result.params))
-    model.result_, model.privacy_ = result, result.privacy
+    model.result_, model.privacy_, model._schema = result, result.privacy, schema
     model.n_features_in_ = int(facts["features"])
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
     if facts.get("feature_map") is not None:
@@ -120,7 +123,14 @@ def to_run(model: Any, folder: str | Path) -> Path:
     if "shapes_" in known:
         return _save_additive(model, Path(folder))
     if kind not in _NAMES:
-        raise ValueError(f"{kind}: only linear estimators are saved as runs.")
+        steps = (
+            " Save its last step, pipeline[-1], and keep the steps before it yourself: a run holds one model."
+            if hasattr(model, "named_steps")
+            else ""
+        )
+        raise ValueError(
+            f"{kind}: is not saved as a run. The fitted linear and additive estimators of quietgrad are.{steps}"
+        )
     labels = None if "classes_" not in known else _values(model.classes_)
     several = labels is not None and len(labels) > 2
     loss = "multinomial" if several and kind != "PrivateSVC" else _NAMES[kind]
@@ -169,13 +179,14 @@ def _save_additive(model: Any, folder: Path) -> Path:
     return folder
 
 
-def _additive_from(result: Result) -> Any:
+def _additive_from(result: Result, schema: Schema | None) -> Any:
     from quietgrad.estimators import additive
     from quietgrad.estimators.validation import ColumnSchema
 
     facts: Any = result.details["additive"]
     classifies = facts["classes"] is not None
     model: Any = additive.PrivateAdditiveClassifier() if classifies else additive.PrivateAdditiveRegressor()
+    model._schema = schema
     model.shapes_ = AdditiveBasis.from_json(result.details["shape_map"])
     vocabularies = {f.name: list(f.values) for f in model.shapes_.features if f.values}
     names, named = facts["columns"]

@@ -161,7 +161,7 @@ def private_score(
         X, y: the held-out people, or a :class:`~quietgrad.data.scanning.Scan` of them; if they are among those the
             model was fitted on, name the same account.
         epsilon: Privacy budget of this release. Smaller is more private and noisier.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         ledger: Path of a ledger file, as in the estimators.
         account: Name of the people in the ledger.

@@ -67,7 +67,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         estimator: a private classifier with public ``classes``, or a regressor with public ``target_bounds``.
         param_grid: names and the values to try.
         epsilon: Privacy budget of the whole search. Smaller is more private and noisier.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         mean_rounds: expected number of settings tried.
         holdout: part of the records that only scores, chosen at random.

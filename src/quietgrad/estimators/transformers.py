@@ -51,7 +51,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
     Args:
         epsilon: Privacy budget of one fit. Smaller is more private and noisier. Nothing is spent if all
             bounds are declared.
-        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        delta: Probability with which the bound e^ε may fail. Choose at most 1/(100 n).
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         feature_bounds: public (low, high) of each feature, ``None`` where it must be found, or a mapping of names.
         ledger, account, cap, n_public: as in the estimators. A model fitted on the result is charged apart.

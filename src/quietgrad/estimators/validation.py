@@ -19,6 +19,7 @@ from sklearn.utils.validation import validate_data
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.estimators.dates import dates_as_days
+from quietgrad.estimators.raw_frames import encode_raw_frame
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.minimizing import check_people, how_people_count
 from quietgrad.tables.labels import ClassLabels
@@ -295,7 +296,7 @@ def read_table(estimator: Any, X: object, categories: Vocabularies | None, *, re
     Numbers alone take the way of every scikit-learn estimator, whose refusals people know.
     """
     refuse_scan(X, "an additive model")
-    X = from_arrow(X)
+    X = from_arrow(X if reset else encode_raw_frame(X, vars(estimator).get("_schema")))
     table: Any = dates_as_days(X if is_frame(X) or sparse.issparse(X) else np.asarray(X))
     if reset:
         is_table = not sparse.issparse(table) and len(table.shape) == 2 and 0 not in table.shape

@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Objective
+from quietgrad.core.session.objectives import Objective
 from quietgrad.federation.planning import ADVERSARIES, Party
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.minimizing import minimize

@@ -35,7 +35,8 @@ from quietgrad.core.noise.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.sampling.samplers import drawn as drawn_by
 from quietgrad.core.session.base import SessionCost
-from quietgrad.core.session.queries import Objective, Query, Regularizer
+from quietgrad.core.session.objectives import Objective, Regularizer
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector, zeros_like
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan

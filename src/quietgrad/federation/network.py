@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_path_name
-from quietgrad.core.session.queries import BaseObjective, NoRegularizer, Regularizer
+from quietgrad.core.session.objectives import BaseObjective, NoRegularizer, Regularizer
 from quietgrad.named_settings import check_types
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.mechanisms import NoiseSource
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.sampling.samplers import SlotSampler, hashed_slots
+from quietgrad.core.session.objectives import Batch, Objective, public_loss
 from quietgrad.core.session.opening import Terms
-from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
+from quietgrad.core.session.queries import Query
 from quietgrad.core.session.summing import batch_sum
 from quietgrad.core.vectors import OwnVector, zeros_like
 from quietgrad.federation import wire

@@ -27,7 +27,7 @@ from quietgrad.core.errors import BudgetError, SettingError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.core.sampling import Sampling
-from quietgrad.core.session.queries import Objective, Records
+from quietgrad.core.session.objectives import Objective, Records
 from quietgrad.federation.secure.ring import dithered_clip
 from quietgrad.federation.secure.terms import Mode, SecureSumConfig, coarse_reach
 from quietgrad.federation.wire import Template
@@ -100,8 +100,12 @@ class FederatedPlan(Plan):
         if self.trust not in get_args(Trust):
             raise SettingError("{trust}: must be 'curator', 'secure' or 'local'.", trust=self.trust)
         if (self.trust == "secure") != (self.secure is not None):
-            named = f"trust={self.trust!r}, secure={self.secure!r}"
-            raise ValueError(f"{named}: name 'masks', 'servers' or 'mpc' exactly when trust is 'secure'.")
+            raise SettingError(
+                "{trust}, {secure}: set secure to 'masks', 'servers' or 'mpc' if trust is 'secure', and leave it "
+                "out otherwise.", trust=self.trust, secure=self.secure,
+            )  # fmt: skip
+        if self.secure is not None and self.secure not in get_args(Mode):
+            raise SettingError("{secure}: must be 'masks', 'servers' or 'mpc'.", secure=self.secure)
         m = len(self.names)
         if m < 1 or len(set(self.names)) < m or not len(self.sizes) == len(self.factors) == m:
             raise ValueError(f"parties {self.names}: must have different names, and one size and factor each.")

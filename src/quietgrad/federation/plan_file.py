@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from quietgrad.core import files
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.core.errors import DataError, QuietgradError, SettingError
 from quietgrad.core.files import check_path_name
 from quietgrad.federation.network import NETWORK, Beside, NetworkSource, nothing_beside
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -122,6 +122,8 @@ class PlanFile:
                 self.algorithm, self.objective, names=self.parties, sizes=self.sizes,
                 shape=shape, budget=self.budget, **self.settings,
             )  # fmt: skip
+        except SettingError as error:
+            raise DataError(f"{self.name}: {error}") from error
         except QuietgradError:
             raise
         except ValueError as error:

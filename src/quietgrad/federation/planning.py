@@ -26,7 +26,7 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.explain import explain as of_one_table
 from quietgrad.core.plans.schedule import calibrate_plan
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Objective
+from quietgrad.core.session.objectives import Objective
 from quietgrad.core.vectors import Vector
 from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust

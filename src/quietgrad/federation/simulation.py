@@ -16,8 +16,8 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.session.objectives import Objective
 from quietgrad.core.session.opening import Terms
-from quietgrad.core.session.queries import Objective
 from quietgrad.core.vectors import Vector
 from quietgrad.federation.clients import fits_one_curator, simulate_together
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session import queries as base
 from quietgrad.core.session.clipping import Clipping, Flat, known_rules
+from quietgrad.core.session.contributions import LARGEST_CLIP
 from quietgrad.core.session.queries import Asked, Query
 from quietgrad.core.settings import field_values
 from quietgrad.core.vectors import OwnVector
@@ -160,7 +161,7 @@ def _word_sum(payload: npt.NDArray[np.uint8]) -> int:
 Template = dict[str, Any]
 """By path, what a query may have there: a word or number; ``{"from": a, "to": b}``; ``["array", *shape]``, followed
 by ``{"sha256": …}`` if the array is pinned."""
-_LARGEST_ENTRY = base.LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
+_LARGEST_ENTRY = LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
 
 
 # Names on the wire and in digests of plans: fixed texts, whatever the classes are called.

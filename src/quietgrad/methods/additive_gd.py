@@ -23,7 +23,8 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Query, following_clip
+from quietgrad.core.session.contributions import following_clip
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.budget_allocation import (

@@ -19,7 +19,8 @@ from quietgrad.core.plans.schedule import Law, Plan, Schedule
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.clipping import FLAT, read_clipping
-from quietgrad.core.session.queries import Asked, NoRegularizer, Objective, public_loss
+from quietgrad.core.session.objectives import NoRegularizer, Objective, public_loss
+from quietgrad.core.session.queries import Asked
 from quietgrad.core.vectors import Vector, copy, subtracted_from, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
 from quietgrad.methods.oracles.base import Estimate, Oracle

@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.clipping import Clipping, ClippingName
 from quietgrad.core.settings import Count, Fraction, Positive
 from quietgrad.core.vectors import Vector, sqrt
 from quietgrad.methods.base import FirstOrder, Output, State
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule
 from quietgrad.methods.learning_rates import LearningRate
 from quietgrad.methods.oracles.base import Noise, Oracle, noise_multiplier
 from quietgrad.methods.oracles.gradient_estimators import MiniBatch
@@ -46,6 +48,9 @@ class DPSGD(FirstOrder):
         momentum_kind: ``"heavy-ball"`` (m = βm + g) or ``"ema"`` (m = βm + (1−β)g).
         momentum_steps: the number of steps with momentum; later steps have none (early momentum, paper 001).
         returns: ``"last"``, ``"average"`` of the second half, ``"ema"``, or ``"random"`` round.
+        noise_schedule: what the noise multiplier is multiplied by in each epoch of ⌈n ÷ batch_size⌉ steps, such as
+            ``StepNoise(step_size=5, gamma=0.8)`` of :mod:`quietgrad.methods.epoch_schedules`.
+        clip_schedule: likewise of C, such as ``ExponentialGradClip(gamma=0.9)``. It changes no ε.
 
     >>> DPSGD(steps=100, batch_size=50, learning_rate=0.5).schedule(1000).releases
     100
@@ -63,13 +68,16 @@ class DPSGD(FirstOrder):
     cohorts: int | None = None
     noise: Noise = "independent"
     clipping: ClippingName | Clipping = "flat"
+    noise_schedule: NoiseSchedule | None = None
+    clip_schedule: ClipSchedule | None = None
 
     name: ClassVar[str] = "dp-sgd"
 
     def oracle(self) -> Oracle:
         return MiniBatch(
-            self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise, self.clipping
-        )
+            self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise, self.clipping,
+            self.noise_schedule, self.clip_schedule,
+        )  # fmt: skip
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         rate = self._rate(state.step, self.steps)
@@ -149,8 +157,9 @@ class DPAdam(FirstOrder):
     Args:
         subtract_noise: take Φ out of the second moment.
         floor: the least that is left of it, in units of Φ.
-        clipping, sampling, cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`. Correlated noise is
-            louder in each single release, which is what the second moment sees; larger learning rates suit it.
+        clipping, sampling, cohorts, noise, noise_schedule, clip_schedule: as in
+            :class:`~quietgrad.methods.dp_sgd.DPSGD`. Correlated noise is louder in each single release, which is
+            what the second moment sees; larger learning rates suit it.
 
     >>> DPAdam(steps=10, batch_size=20).schedule(100).releases
     10
@@ -170,8 +179,17 @@ class DPAdam(FirstOrder):
     cohorts: int | None = None
     noise: Noise = "independent"
     clipping: ClippingName | Clipping = "flat"
+    noise_schedule: NoiseSchedule | None = None
+    clip_schedule: ClipSchedule | None = None
 
     name: ClassVar[str] = "dp-adam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.subtract_noise and (self.noise_schedule is not None or self.clip_schedule is not None):
+            raise SettingError(
+                "{subtract_noise}: a schedule changes the noise that it takes out.", subtract_noise=True
+            )
 
     def step(self, state: State, session: Session) -> State:
         if self.subtract_noise and "noise" not in state.memo:
@@ -183,8 +201,9 @@ class DPAdam(FirstOrder):
 
     def oracle(self) -> Oracle:
         return MiniBatch(
-            self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise, self.clipping
-        )
+            self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise, self.clipping,
+            self.noise_schedule, self.clip_schedule,
+        )  # fmt: skip
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         first = (1.0 - self.beta1) * gradient

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from quietgrad.core.accounting import events
@@ -54,21 +54,19 @@ from quietgrad.core.accounting.events import round_law
 from quietgrad.core.errors import ExhaustedError, SettingError
 from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.plans.slots import Law
-from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import LossConstants
-from quietgrad.core.settings import Count, Positive, PositiveFraction, Within, field_values
+from quietgrad.core.session.objectives import LossConstants
+from quietgrad.core.settings import Count, Positive, Within, field_values
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import FirstOrder, Output, State
 from quietgrad.methods.learning_rates import LearningRate, as_rate
-from quietgrad.methods.oracles.base import Noise
-from quietgrad.methods.oracles.spider import AdaptiveSpider, Spider, SpiderOracle
+from quietgrad.methods.oracles.spider import AdaptiveSpider, Finite, Spider, SpiderOracle, SpiderSettings
 
 _MOST_STEPS = 10**6  # of theory's settings
 
 
 @dataclass(frozen=True)
-class DPSpider(FirstOrder):
+class DPSpider(SpiderSettings, FirstOrder):
     """Variance-reduced descent (DP-SPIDER).
 
     Full gradients and differences of gradients get separate noise.
@@ -85,7 +83,8 @@ class DPSpider(FirstOrder):
         kappa: instead of a period: ask a full gradient when Σ‖θ − θ′‖² since the last one reaches κ.
         full_queries: with ``kappa``, the most full gradients (default: a tenth of the steps); the run stops there.
         split: share of the budget for full gradients (default: theory's, from ``path`` or ``kappa``, else half).
-        path: a public bound on the length of the walk, from which theory gives the split.
+        path: a public bound on the length of the walk, from which theory gives the split. ``details["path"]`` of a
+            result is the length that was walked, a function of what was released.
         batch_size: expected records of a full gradient, unless ``sampling`` is ``"full"``.
         difference_batch_size: expected records of a difference, unless ``sampling`` is ``"full"``.
         sampling: all records (``"full"``), or samples of the expected sizes.
@@ -107,22 +106,12 @@ class DPSpider(FirstOrder):
 
     steps: Count = 200
     learning_rate: float | str | LearningRate = 1.0
-    clip: Positive = 1.0
-    smoothness: Positive = 1.0
-    difference_clip: Positive | None = None
-    period: Count | None = None
-    kappa: Positive | None = None
+    _: KW_ONLY
+    clip: Finite = 1.0
+    smoothness: Finite = 1.0
+    kappa: Finite | None = None
     full_queries: Count | None = None
-    split: PositiveFraction | None = None
-    path: Positive | None = None
-    batch_size: Count | None = None
-    difference_batch_size: Count | None = None
-    sampling: SamplingName = "full"
-    warm_steps: int = 0
-    warm_share: PositiveFraction = 0.5
     warm_learning_rate: Positive | None = None
-    cohorts: int | None = None
-    noise: Noise = "independent"
     returns: Output = "last"
 
     name: ClassVar[str] = "dp-spider"
@@ -140,6 +129,8 @@ class DPSpider(FirstOrder):
                 "kappa: full gradients are asked by drift, on all records or Poisson samples; leave period, path, "
                 "warm_steps and noise out."
             )
+        if self.warm_learning_rate is not None and not self.warm_steps:
+            raise ValueError("warm_learning_rate: needs warm_steps, the steps of DP-SGD that have this rate.")
         super().__post_init__()
 
     @classmethod
@@ -196,8 +187,8 @@ class DPSpider(FirstOrder):
     def oracle(self) -> SpiderOracle:
         values = field_values(self)
         if self.kappa is None:
-            names = (field.name for field in fields(Spider) if field.name != "law")
-            return Spider(**{name: values[name] for name in names}, law=self._law_of_differences())
+            shared = {field.name: values[field.name] for field in fields(SpiderSettings)}
+            return Spider(**shared, law=self._law_of_differences())
         values.update(regime="reuse", difference_batch_size=self.difference_batch_size or self.batch_size)
         return AdaptiveSpider(**{field.name: values[field.name] for field in fields(AdaptiveSpider)})
 
@@ -230,10 +221,12 @@ class DPSpider(FirstOrder):
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         size = self._rate(state.step, self.steps)
+        length = norm(gradient)
         if state.step < self.warm_steps and self.warm_learning_rate is not None:
             size = as_rate(self.warm_learning_rate)(state.step, self.warm_steps)
-        elif self.noise != "independent" and self.difference_clip is not None:
+        elif self.noise != "independent" and self.difference_clip is not None and length > 0.0:
             # A longer step would have differences longer than their clip.
-            length = norm(gradient)
-            size = min(size, self.difference_clip / (self.smoothness * length)) if length > 0.0 else size
+            size = min(size, self.difference_clip / (self.smoothness * length))
+        if state.step >= self.warm_steps:
+            state.extra["path"] = state.extra.get("path", 0.0) + size * length
         return size, gradient

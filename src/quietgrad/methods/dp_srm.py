@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.clipping import FLAT, Clipping, ClippingName, read_clipping
-from quietgrad.core.session.queries import LossConstants
+from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.settings import Count, NotNegative, Positive, Within
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import FirstOrder, Output, State

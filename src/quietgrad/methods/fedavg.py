@@ -18,7 +18,8 @@ from quietgrad.core.errors import SettingError, UnprovableError
 from quietgrad.core.plans.schedule import Plan, Schedule
 from quietgrad.core.sampling import CoordinatorSampled, CyclicCohorts, FullBatch, Poisson, Sampling, SelfSampled
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import LARGEST_CLIP, SMALLEST_CLIP, Asked
+from quietgrad.core.session.contributions import LARGEST_CLIP, SMALLEST_CLIP
+from quietgrad.core.session.queries import Asked
 from quietgrad.core.settings import Count, Fraction, Positive, PositiveFraction, Within
 from quietgrad.core.vectors import OwnVector, Vector, sqrt, zeros_like
 from quietgrad.methods.base import Algorithm, State

@@ -45,7 +45,8 @@ from quietgrad.core.noise.mechanisms import AboveThreshold
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import SinglePass
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Asked, Objective
+from quietgrad.core.session.objectives import Objective
+from quietgrad.core.session.queries import Asked
 from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, copy, norm
 from quietgrad.methods.base import Algorithm, State

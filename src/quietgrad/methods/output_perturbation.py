@@ -36,7 +36,8 @@ from quietgrad.core.noise.mechanisms import from_json
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Asked, GradientQuery, LossConstants, Objective
+from quietgrad.core.session.objectives import LossConstants, Objective
+from quietgrad.core.session.queries import Asked, GradientQuery
 from quietgrad.core.settings import Count, Positive, Within
 from quietgrad.core.vectors import Vector
 from quietgrad.methods.base import Algorithm, State

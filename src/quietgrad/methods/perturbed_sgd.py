@@ -59,7 +59,8 @@ from quietgrad.core.plans.schedule import Plan, Schedule
 from quietgrad.core.sampling.schemes import Risk
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.clipping import FLAT
-from quietgrad.core.session.queries import Asked, LossConstants, Objective
+from quietgrad.core.session.objectives import LossConstants, Objective
+from quietgrad.core.session.queries import Asked
 from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, copy, norm
 from quietgrad.methods.base import Algorithm, State

@@ -34,6 +34,7 @@ from quietgrad.tables.range_queries import (
     FeatureBox,
     MagnitudeHistogram,
     MeanOctaves,
+    NoFeatures,
     RangeHistogram,
     TargetMagnitudeHistogram,
     TargetRangeHistogram,
@@ -244,15 +245,13 @@ def _found_ranges(
         free = ~np.isin(unknown[found.offsets], declared)
         chosen, near, far = unknown[found.offsets][free], found.low[free], found.high[free]
         asked = len(chosen) > 0
-        if not asked:  # asked all the same: how many releases a run makes must not follow from the data
-            chosen, near, far = unknown[:1], -reach[:1], reach[:1].copy()
-            near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
         # One release alone is a noisy one: with few bins each of them holds more.
         count = FEW_PIECES if look.closer == 1 else PIECES
-        pieces = RangeHistogram(chosen, near, far, relation, count)
         for again, slot in enumerate(look.offset_slots):
-            if asked:  # else one query serves all of these releases
-                pieces = RangeHistogram(chosen, near, far, relation, count)
+            if not asked:  # released all the same: how many releases a run makes must not follow from the data
+                session.release(slot, NoFeatures(relation, count))
+                continue
+            pieces = RangeHistogram(chosen, near, far, relation, count)
             inner = session.release(slot, pieces).reshape(-1, count)
             nearer, closer = read_pieces(inner, noise_of(session, slot, pieces.bound), near, far)
             # Each release may cut a tail off: a later one is believed only where it narrows the interval by far.

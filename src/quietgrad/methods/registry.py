@@ -105,6 +105,13 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "dp-sgd": (
         _row(0.48, learning_rate=1.0, **_SGD),
         _row(0.50, learning_rate="cosine:1.0", momentum=0.9, momentum_kind="ema", **_SGD),
+        _row(
+            0.50,
+            learning_rate=1.0,
+            **_SGD,
+            noise_schedule={"schedule": "StepNoise", "step_size": 4, "gamma": 0.8},
+            clip_schedule={"schedule": "ExponentialGradClip", "gamma": 0.9},
+        ),
         _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),
         _row(0.50, steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20),
         _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
@@ -358,6 +365,7 @@ def entry(name: str) -> AlgorithmSpec:
 def _readers() -> settings.Readers:
     from quietgrad.core.noise.mechanisms import Mechanism
     from quietgrad.core.session.clipping import Clipping, read_clipping
+    from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule, read_schedule
     from quietgrad.methods.learning_rates import LearningRate, as_rate
     from quietgrad.methods.oracles.base import Oracle, read_noise
     from quietgrad.methods.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
@@ -370,5 +378,7 @@ def _readers() -> settings.Readers:
         RangeEstimation: range_estimation_from_json,
         Mechanism: read_noise,
         Clipping: read_clipping,
+        NoiseSchedule: partial(read_schedule, kind=NoiseSchedule),
+        ClipSchedule: partial(read_schedule, kind=ClipSchedule),
         **kinds,
     }

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.plans.schedule import plan
 from quietgrad.core.sampling import SamplingName
-from quietgrad.core.session.queries import LossConstants
+from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.settings import Count, NotNegative, Positive, Within
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import FirstOrder, Output

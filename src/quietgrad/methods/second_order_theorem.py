@@ -9,7 +9,7 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import SettingError
-from quietgrad.core.session.queries import LossConstants
+from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.settings import Within
 
 

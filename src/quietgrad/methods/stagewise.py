@@ -17,7 +17,8 @@ from quietgrad.core.accounting.events import round_law
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import SamplingName, sampling_of
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Asked, GradientQuery, LossConstants
+from quietgrad.core.session.objectives import LossConstants
+from quietgrad.core.session.queries import Asked, GradientQuery
 from quietgrad.core.settings import Count, Fraction, Positive, Within
 from quietgrad.core.vectors import Vector, copy
 from quietgrad.methods.base import Algorithm, State

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
-from quietgrad.core.session.queries import LossConstants
+from quietgrad.core.session.objectives import LossConstants
 from quietgrad.methods.dp_spider import DPSpider
 from quietgrad.methods.dp_srm import DPSRM
 from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage

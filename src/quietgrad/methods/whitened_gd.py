@@ -22,7 +22,8 @@ from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Asked, Query, following_clip
+from quietgrad.core.session.contributions import following_clip
+from quietgrad.core.session.queries import Asked, Query
 from quietgrad.core.settings import Count, Positive, Within
 from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm, State

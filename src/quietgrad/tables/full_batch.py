@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
-from quietgrad.core.session.queries import Batch, ClippingRule, Indices, Objective, Regularizer, StreamedRecords
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch, Indices, Objective, Regularizer, StreamedRecords
 from quietgrad.tables.table import Floats, Matrix, Table, Targets, Which, csr_around, frozen
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 1 << 19  # numbers: two megabytes of float32
 
+HESSIAN_NUMBERS = 1 << 17
+"""Numbers of a part whose rows are copied in float64: the copies stay in the processor's cache."""
 _EPS = float(np.finfo(np.float64).eps)
 _TINY = 1e-290  # as in the norms of rows: squares that underflow are not 0
 _AT_ONCE = 1 << 21  # numbers of people's sums at a time, 16 MB
@@ -63,16 +66,17 @@ class ColumnMajor:
         return np.asarray(product(self.columns, self.first, self.last, np.ascontiguousarray(other[:, 0])))[:, None]
 
     def toarray(self) -> Floats:
-        """The rows as a matrix of float64."""
-        return np.asarray(self.columns[:, self.first : self.last].T, dtype=np.float64)
+        """A copy of the rows, or of the columns, as a matrix of float64."""
+        part = self.columns[:, self.first : self.last]
+        return np.array(part if self.transposed else part.T, dtype=np.float64)
 
 
-def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]:
-    """All records, or those at ``indices``, a few MB at a time."""
+def blocks_of(records: Table, indices: Indices | None = None, *, numbers: int = _ROWS_AT_ONCE) -> Iterator[Block]:
+    """All records, or those at ``indices``, a few MB at a time; of a part of a scan, about ``numbers`` numbers."""
     X = records.X
     if indices is None and records.outputs == 1 and not records.is_sparse and X.flags.fnc and X.dtype == np.float32:
         columns = frozen(X.T)
-        step = max(1, _ROWS_AT_ONCE // records.features)
+        step = max(64, numbers // records.features)
         for start in range(0, len(records), step):
             stop = min(start + step, len(records))
             yield Block(records, slice(start, stop), ColumnMajor(columns, start, stop))
@@ -229,7 +233,9 @@ def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule:
     """α·clip_A(r − βr′) + γ·clip_B(r), the clips acting on ‖r‖‖x̃‖; ``before`` is r′, ``None`` if β = 0."""
     alpha, beta, first, gamma, second = rule.numbers
     moved = residuals if before is None else residuals - beta * before
-    combined = alpha * _clipped(moved, norms, first, rule.clipping)
+    combined = _clipped(moved, norms, first, rule.clipping)
+    if alpha != 1.0:
+        combined *= alpha
     if gamma:
         combined += gamma * _clipped(residuals, norms, second, rule.clipping)
     return combined
@@ -238,15 +244,18 @@ def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule:
 def _clipped(residuals: Floats, norms: Floats, clip: float, clipping: Clipping) -> Floats:
     """Shorten each row so that ‖r‖·norm ≤ clip; what is not finite becomes zero."""
     lengths = np.abs(residuals[:, 0]) if residuals.shape[1] == 1 else np.linalg.norm(residuals, axis=1)
-    lengths = lengths * norms
+    lengths *= norms
     if clip == math.inf:  # an evaluation
         clipped = residuals.copy()
     elif clipping != FLAT:
         clipped = residuals * scale_factors(clipping, lengths, clip)[:, None]
     else:
         # 1 exactly for what is short enough; a clip of 0 leaves nothing
-        clipped = residuals * (clip / np.maximum(lengths, clip or 1.0))[:, None]
-    clipped[~np.isfinite(lengths)] = 0.0
+        factors = np.maximum(lengths, clip or 1.0)
+        clipped = residuals * np.divide(clip, factors, out=factors)[:, None]
+    finite = np.isfinite(lengths)
+    if not finite.all():
+        clipped[~finite] = 0.0
     return clipped
 
 

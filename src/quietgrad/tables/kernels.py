@@ -27,7 +27,7 @@ from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
 
-from quietgrad.core.session.queries import Numbers
+from quietgrad.core.session.contributions import Numbers
 from quietgrad.tables.table import Packed
 
 _TILE = 32  # rows asked for ahead: random rows of a sparse table are cache misses, and waiting for each costs most
@@ -284,3 +284,50 @@ def column_sums(columns: _Array, first: int, last: int, factors: _Array) -> Any:
                 total += f[i] * np.float64(a[i])
             out[j] += total
     return out
+
+
+@_EXACT
+def boxed_columns(columns: _Array, low: _Array, high: _Array, centre: _Array, half: _Array, out: _Array) -> None:
+    """out = (clip(x, low, high) − c)/h of every number, from a matrix whose rows are the columns of the table."""
+    for j in range(columns.shape[0]):
+        a, to = columns[j], out[j]
+        least, most, middle, reach = low[j], high[j], centre[j], half[j]
+        for i in range(a.size):
+            x = np.float64(a[i])
+            x = least if x < least else (most if x > most else x)  # a NaN stays one, as it does in numpy
+            to[i] = (x - middle) / reach
+
+
+@_EXACT
+def add_magnitudes(columns: _Array, chosen: _Array, counts: _Array, lowest: int, highest: int, out: _Array) -> None:
+    """Add each row's counts by chosen column, sign and octave, brought to length 1: see ``MagnitudeHistogram``.
+
+    ``columns`` are the bits of float64 numbers: a sign, eleven bits of exponent, 52 of fraction. Where the
+    fraction is 0, the number is a power of two and ends its octave.
+    """
+    octaves = highest - lowest + 1
+    fraction, magnitude, infinite = (1 << 52) - 1, (1 << 63) - 1, 0x7FF << 52
+    weights = np.empty(1024)
+    parts = np.zeros((4, out.size))  # one number is added to while the one before is still on its way
+    for start in range(0, columns.shape[1], 1024):
+        stop = min(start + 1024, columns.shape[1])
+        share = weights[: stop - start]
+        share[:] = 0.0
+        for j in chosen:
+            a = columns[j, start:stop]
+            for i in range(share.size):
+                share[i] += 1.0 if 0 < (a[i] & magnitude) <= infinite else 0.0  # NaN, a gap, is beyond
+        for i in range(share.size):
+            share[i] = counts[start + i] / math.sqrt(max(share[i], 1.0))
+        for k in range(chosen.size):
+            a = columns[chosen[k], start:stop]
+            first = k * 2 * octaves
+            for i in range(share.size):
+                x = a[i] & magnitude
+                octave = (x >> 52) - 1022 - ((x & fraction) == 0)
+                octave = min(max(octave, lowest), highest) - lowest
+                place = first + octave + (octaves if a[i] < 0 else 0)
+                parts[i & 3, place] += share[i] if 0 < x <= infinite else 0.0
+    for part in parts:
+        for k in range(out.size):
+            out[k] += part[k]

@@ -29,15 +29,8 @@ import numpy.typing as npt
 
 from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT, scale_factors
-from quietgrad.core.session.queries import (
-    BaseObjective,
-    Batch,
-    ClippingRule,
-    Indices,
-    LossConstants,
-    NoRegularizer,
-    rounding_safe_clip,
-)
+from quietgrad.core.session.contributions import ClippingRule, rounding_safe_clip
+from quietgrad.core.session.objectives import BaseObjective, Batch, Indices, LossConstants, NoRegularizer
 
 Floats = npt.NDArray[np.float64]
 _SIGNS = np.array([-1.0, 1.0])

@@ -20,21 +20,20 @@ import numpy.typing as npt
 
 from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT
-from quietgrad.core.session.queries import (
+from quietgrad.core.session.contributions import ClippingRule, Numbers, rounding_safe_clip
+from quietgrad.core.session.objectives import (
     BaseObjective,
     Batch,
-    ClippingRule,
     Indices,
     LossConstants,
     NoRegularizer,
-    Numbers,
     Regularizer,
     StreamedRecords,
     add_gradients,
     add_hessians,
-    rounding_safe_clip,
 )
 from quietgrad.tables.full_batch import (
+    HESSIAN_NUMBERS,
     Block,
     PersonSum,
     RawCoefficients,
@@ -343,11 +342,11 @@ class LinearObjective(BaseObjective, ABC):
                 f"{type(self).__name__}: a summed Hessian is known for landscapes and one-score losses."
             )
         at, limit = lift(records, params), rounding_safe_clip(clip)
-        for block in blocks_of(records, batch.indices):
+        for block in blocks_of(records, batch.indices, numbers=HESSIAN_NUMBERS):
             scores = at.scores(block)
             bends = self._weighed(self.bends(scores, block.y, np.ones_like(scores)), block)
             rows = transformed_rows(records, block)
-            squares = np.einsum("ij,ij->i", rows, rows)[:, None]
+            squares = (rows * rows).sum(axis=1, keepdims=True)
             finite = np.isfinite(squares)
             if not finite.all():
                 rows = np.where(finite, rows, 0.0)  # not in place: a block may be the table; and 0·∞ is not 0

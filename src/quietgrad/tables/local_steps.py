@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quietgrad.core.session.queries import Batch, Indices
-from quietgrad.tables.full_batch import Block
+from quietgrad.core.session.objectives import Batch, Indices
+from quietgrad.tables.full_batch import Block, ColumnMajor
 from quietgrad.tables.privacy_units import GroupIndex
 from quietgrad.tables.table import Floats, Table, Targets
 
@@ -26,6 +26,8 @@ _AT_ONCE = 1 << 21  # numbers of one step's rows, 16 MB
 
 def transformed_rows(records: Table, block: Block) -> Floats:
     """The rows x̃ of a block: shifted, scaled, shortened, with the constant column; (records, width)."""
+    if isinstance(block.rows, ColumnMajor) and records.mixes and block.factors is None:
+        return _mixed_columns(records, block.rows.T.toarray())
     rows: Floats = block.rows if isinstance(block.rows, np.ndarray) else block.rows.toarray()
     if records.transform is not None:
         rows = records.transform.apply((rows - records.transform.shift).T).T
@@ -34,6 +36,16 @@ def transformed_rows(records: Table, block: Block) -> Floats:
     if records.intercept:
         rows = np.hstack([rows, np.full((len(rows), 1), records.intercept)])
     return rows
+
+
+def _mixed_columns(records: Table, columns: Floats) -> Floats:
+    """The same of a part of a scan by a matrix, without a copy between orders: column-major."""
+    assert records.transform is not None
+    rows = np.empty((records.features + bool(records.intercept), columns.shape[1]))
+    rows[records.features :] = records.intercept
+    columns -= records.transform.shift[:, None]
+    np.matmul(records.transform.scale, columns, out=rows[: records.features])
+    return rows.T
 
 
 def client_rows(records: Table, block: Block) -> Floats:

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import SettingError
-from quietgrad.core.session.queries import Indices, Numbers
+from quietgrad.core.session.contributions import Numbers
+from quietgrad.core.session.objectives import Indices
 from quietgrad.tables.linear import LinearObjective, Task
 from quietgrad.tables.table import Floats, Packed, Targets
 

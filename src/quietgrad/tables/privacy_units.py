@@ -24,10 +24,10 @@ import numpy as np
 
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import (
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import (
     BaseObjective,
     Batch,
-    ClippingRule,
     Indices,
     LossConstants,
     Records,
@@ -388,7 +388,7 @@ class RecordsWithIds(NamedTuple):
 
 @dataclass(frozen=True)
 class UserLevelObjective(BaseObjective):
-    """A loss asked about people: an :class:`~quietgrad.core.session.queries.Objective` whose records are people.
+    """A loss asked about people: an :class:`~quietgrad.core.session.objectives.Objective` whose records are people.
 
     >>> from quietgrad.objectives import Logistic
     >>> asked = UserLevelObjective(Logistic())

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.session.queries import Batch, Objective, Query
+from quietgrad.core.session.objectives import Batch, Objective
+from quietgrad.core.session.queries import Query
 from quietgrad.tables.privacy_units import UserLevelRecords, WeightedRows, rows_of
-from quietgrad.tables.table import Floats, Matrix, Table, Targets
+from quietgrad.tables.table import Floats, Matrix, Table, Targets, frozen
 
 LOWEST, HIGHEST = -34, 44
 """Octaves that are distinguished; smaller and larger magnitudes count in the first and the last."""
@@ -119,13 +120,11 @@ class MagnitudeHistogram(_UnitCounts):
 
     def _add_dense(self, block: Floats, counted: Any, out: Floats) -> None:
         """The same of rows without a list of their entries, column by column: a scan's blocks lie so."""
-        present = np.abs(block[:, self.chosen]) > 0.0  # NaN, a gap, is not
-        weights = counted * _SHRINK / np.sqrt(np.maximum(present.sum(axis=1), 1))
-        histograms = out.reshape(len(self.chosen), -1)
-        for place, here, histogram in zip(self.chosen, present.T, histograms, strict=True):
-            values = block[:, place]
-            bins = log2_bin(values) + (values < 0.0) * OCTAVES
-            histogram += np.bincount(bins, np.where(here, weights, 0.0), 2 * OCTAVES)
+        from quietgrad.tables.kernels import add_magnitudes
+
+        counts = np.broadcast_to(np.asarray(counted, dtype=np.float64) * _SHRINK, len(block))
+        columns = frozen(np.asarray(block.T, dtype=np.float64, order="C").view(np.int64))
+        add_magnitudes(columns, frozen(self.chosen), frozen(np.ascontiguousarray(counts)), LOWEST, HIGHEST, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +175,23 @@ class RangeHistogram(_UnitCounts):
             counts = counted * _SHRINK / np.sqrt(np.maximum(inside.sum(axis=1), 1))
             weights = inside * counts[:, None]
             out += np.bincount((bins + starts).ravel(), weights=weights.ravel(), minlength=len(out))
+
+
+@dataclass(frozen=True)
+class NoFeatures(_UnitCounts):
+    """A sum of zeros in place of counts in bins: where no feature is chosen, a release is noise alone.
+
+    It is 0 for every record and for every table, so it keeps any bound, and no table is read for it.
+    """
+
+    relation: Relation = Relation.ADD_REMOVE
+    pieces: int = PIECES
+
+    def dim(self, records: object) -> int:
+        return self.pieces
+
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
+        check_everyone(batch, self.relation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,6 +377,16 @@ class FeatureBox(RecordMap):
         moved = self.clipped(X)
         moved.data = moved.data / self.half[X.indices]
         return moved
+
+    def rounded(self, X: Matrix) -> Any:
+        """What :meth:`apply` makes of dense rows, rounded to float32 and column-major, in one pass."""
+        if not (isinstance(X, np.ndarray) and X.flags.fnc and X.dtype in (np.float32, np.float64)):
+            return np.asarray(self.apply(X), dtype=np.float32, order="F")
+        from quietgrad.tables.kernels import boxed_columns
+
+        out = np.empty(X.shape[::-1], dtype=np.float32)
+        boxed_columns(frozen(X.T), self.low, self.high, self.centre, self.half, out)
+        return out.T
 
     def targets(self, y: Targets | None) -> Any:
         if self.target is None or y is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quietgrad import named_settings as settings
 from quietgrad.core.errors import DataError, SettingError
-from quietgrad.core.session.queries import Regularizer
+from quietgrad.core.session.objectives import Regularizer
 from quietgrad.tables.linear import LinearObjective
 from quietgrad.tables.losses import LOSSES, OneVsRestHinge
 from quietgrad.tables.privacy_units import UserLevelObjective

@@ -88,9 +88,12 @@ class RowCache:
         return block if fits else self._written(block)
 
     def get(self, key: Hashable) -> Iterator[Arrays]:
-        """The blocks of ``key``, one at a time."""
-        for block in self._blocks[key]:
-            yield self._read(block) if isinstance(block, _Place) else block
+        """The blocks of ``key``, one at a time; a block is valid until the next one is asked for."""
+        blocks = self._blocks[key]
+        # One buffer serves all of them: memory that is new to the process costs more than what is read into it.
+        room = _buffer(max((block.size for block in blocks if isinstance(block, _Place)), default=0))
+        for block in blocks:
+            yield self._read(block, room) if isinstance(block, _Place) else block
 
     def _written(self, block: Arrays) -> _Place | None:
         """Where the arrays of a block are in the file; ``None`` if it has no room."""
@@ -120,9 +123,9 @@ class RowCache:
             return None
         return _Place(offset, size, sealing.tag, tuple((array.dtype.str, array.shape) for array in block))
 
-    def _read(self, place: _Place) -> Arrays:
+    def _read(self, place: _Place, content: npt.NDArray[np.uint8]) -> Arrays:
         assert self._file is not None
-        content, done = _buffer(place.size), 0
+        done = 0
         while done < place.size:
             count = os.preadv(self._file, [content.data[done : place.size]], place.offset + done)
             if not count:

@@ -20,19 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
+from quietgrad.core.session.objectives import Batch, Indices, Objective, RecordAdapter, StreamedRecords, Summand
 from quietgrad.core.session.queries import (
-    Batch,
     GradientDifferenceQuery,
     GradientQuery,
-    Indices,
     JointMomentumQuery,
     LossQuery,
-    Objective,
     Query,
-    RecordAdapter,
     RecursiveMomentumQuery,
-    StreamedRecords,
-    Summand,
 )
 from quietgrad.tables.privacy_units import (
     MEAN_OF_ALL,
@@ -289,7 +284,7 @@ class BoxedSum:
         writer = self._writer(key)
         for data in parts.blocks(task):
             records = self.reading.prepare(data)
-            X = np.asarray(self.frame.apply(records.X), dtype=np.float32, order="F")
+            X = self.frame.rounded(records.X)
             y = self.frame.targets(records.y)
             if writer is not None:
                 writer.add((X.T, y))
@@ -321,7 +316,7 @@ class ScannedPeople:
 
 
 class Scanned(StreamedRecords):
-    """Records of a source, as an objective reads them; see :class:`quietgrad.core.session.queries.Records`."""
+    """Records of a source, as an objective reads them; see :class:`quietgrad.core.session.objectives.Records`."""
 
     def __init__(self, reading: Any, source: ScanSource, dim: int) -> None:
         whose = source.whose

@@ -332,7 +332,8 @@ class Table:
             return
         convert = not self.is_sparse and self.X.dtype != np.float64
         order: Any = "F" if convert and self.X.flags.f_contiguous else "C"  # a copy between orders is slow
-        step = max(1, _BLOCK * (2 if order == "F" else 1) // self.features)
+        # What is copied of a part of a scan stays in the processor's cache.
+        step = max(64, _BLOCK // 2 // self.features) if order == "F" else max(1, _BLOCK // self.features)
         buffer = np.empty((min(step, count), self.features), order=order) if convert else _NO_FLOATS
         for start in range(0, count, step):
             which = slice(start, min(start + step, count)) if indices is None else indices[start : start + step]
@@ -371,7 +372,10 @@ class Table:
         norms = np.empty(len(self))
         slack, least = (32 + self.features) * _EPS, self.features * _TINY
         transform = self.transform
-        if transform is not None and transform.is_matrix:
+        if transform is not None and transform.is_matrix and not self.is_sparse and self.X.flags.fnc:
+            slack *= float(np.linalg.norm(transform.scale, 2)) ** 2
+            self._mixed_columns(transform, slack, least, norms)
+        elif transform is not None and transform.is_matrix:
             slack *= float(np.linalg.norm(transform.scale, 2)) ** 2
             shift_square = float(transform.shift @ transform.shift)
             step = max(1, _BLOCK // self.features)
@@ -398,6 +402,26 @@ class Table:
                 norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square) + least)
         norms[np.isnan(norms)] = math.inf
         return norms
+
+    def _mixed_columns(self, transform: Affine, slack: float, least: float, norms: Floats) -> None:
+        """The same of a part of a scan by a matrix, some rows at a time and always in the same memory."""
+        from quietgrad.tables.kernels import row_squares
+
+        columns = self.X.T
+        raw = row_squares(frozen(columns))
+        raw += float(transform.shift @ transform.shift)
+        step = max(64, _BLOCK // 2 // self.features)
+        moved, mixed = (np.empty((self.features, min(step, len(self)))) for _ in range(2))
+        for start in range(0, len(self), step):
+            part = columns[:, start : start + step]
+            at, to = moved[:, : part.shape[1]], mixed[:, : part.shape[1]]
+            np.subtract(part, transform.shift[:, None], out=at)
+            np.matmul(transform.scale, at, out=to)
+            np.multiply(to, to, out=to)
+            norms[start : start + step] = to.sum(axis=0)
+        norms += slack * raw
+        norms += least
+        np.sqrt(norms, out=norms)
 
     def _shortening(self, lengths: Floats, rows: Rows) -> Floats:
         bound = self.row_bound

@@ -18,7 +18,8 @@ import numpy as np
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import SettingError
-from quietgrad.core.session.queries import Batch, ClippingRule, check_clip
+from quietgrad.core.session.contributions import ClippingRule, check_clip
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import UserLevelObjective, WeightedRows, rows_of
 from quietgrad.tables.range_queries import check_everyone, pair_bound
 from quietgrad.tables.table import Affine, Array, Floats, Matrix, Table, frozen

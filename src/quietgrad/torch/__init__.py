@@ -11,6 +11,8 @@ that all of these rest on.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from quietgrad.torch.tested_versions import require_tested
@@ -18,6 +20,16 @@ from quietgrad.torch.tested_versions import require_tested
 require_tested(torch.__version__)
 
 from quietgrad.methods.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
+from quietgrad.methods.epoch_schedules import (
+    ExponentialGradClip,
+    ExponentialNoise,
+    LambdaGradClip,
+    LambdaNoise,
+    StepGradClip,
+    StepNoise,
+    TableGradClip,
+    TableNoise,
+)
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum, explain
 from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, ModuleValidator, causal_lm_loss
 from quietgrad.torch.loops.distributed import DifferentiallyPrivateDistributedDataParallel
@@ -26,6 +38,8 @@ from quietgrad.torch.loops.wrappers import BatchMemoryManager
 from quietgrad.torch.networks.module import objective
 from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.opacus import PrivacyEngine, make_private, make_private_with_epsilon
+from quietgrad.torch.opacus_accounting import get_noise_multiplier
+from quietgrad.torch.opacus_table import opacus_name
 from quietgrad.torch.training import fit, resume
 
 __all__ = [
@@ -36,6 +50,7 @@ __all__ = [
     "make_private",
     "make_private_with_epsilon",
     "PrivacyEngine",
+    "get_noise_multiplier",
     "Padding",
     "Multiple",
     "explain",
@@ -46,6 +61,14 @@ __all__ = [
     "DPGRU",
     "DPRNN",
     "DPMultiheadAttention",
+    "ExponentialNoise",
+    "StepNoise",
+    "LambdaNoise",
+    "TableNoise",
+    "ExponentialGradClip",
+    "StepGradClip",
+    "LambdaGradClip",
+    "TableGradClip",
     "clipped_gradient_sum",
     "clipped_difference_sum",
     "causal_lm_loss",
@@ -54,3 +77,11 @@ __all__ = [
     "MLflowLog",
     "Progress",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one
+
+    def __getattr__(name: str) -> Any:
+        """Opacus' other public names: what they are here, or a thing that says what to use."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return opacus_name(name)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.tables.person_ids import factorize_ids
 from quietgrad.tables.privacy_units import Combine, PersonRule
 from quietgrad.torch.networks.engine import MATTERS, PerExampleEngine

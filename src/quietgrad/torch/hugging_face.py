@@ -417,10 +417,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         lines = [
             "## Privacy", "", f"Trained by DP-SGD with quietgrad: {stated}.", "",
             f"- privacy unit: {loop.plan.unit}",
-            f"- noise multiplier: {loop.plan.noise_multiplier:.4g}; max_grad_norm: {loop.clip:g}; "
+            f"- noise multiplier: {loop.plan.noise_multiplier:.4g}; max_grad_norm: {loop.plan.config['clip']:g}; "
             f"clipping: {loop.clipping.kind}",
             f"- steps: {loop.handed_out}; expected records in a step: {loop.expected_batch:g}",
         ]  # fmt: skip
+        schedules = {name: self._privacy.get(name) for name in ("noise_schedule", "clip_schedule")}
+        lines += [f"- {name}: {each}, of epochs" for name, each in schedules.items() if each is not None]
         if self._earlier and stated.epsilon is not None:
             delta = loop.plan.budget.delta if loop.plan.budget is not None else 1e-5
             count = len(self._earlier) + 1

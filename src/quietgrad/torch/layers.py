@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -10,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from quietgrad.torch.networks.usable import mixing_layers, modes_kept, refuse_unusable_modules
+
+__path__: list[str] = []  # Opacus' paths below it, such as opacus.layers.dp_rnn, are found by their names
 
 DPLSTM = nn.LSTM  # torch's own: their gradients are clipped as they are
 DPGRU = nn.GRU
@@ -36,6 +40,16 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> 
     return (each.sum(1) / counted).mean()
 
 
+class _NoRegistry:
+    """Opacus' tables of layers."""
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise ValueError(
+            "ModuleValidator.VALIDATORS, FIXERS: there is no table of layers. validate and fix know BatchNorm and "
+            "InstanceNorm; change a layer of your own before make_private."
+        )
+
+
 class ModuleValidator:
     """Opacus' checks of a module, under its names.
 
@@ -47,6 +61,8 @@ class ModuleValidator:
     >>> ModuleValidator.is_valid(ModuleValidator.fix(model))
     True
     """
+
+    VALIDATORS = FIXERS = _NoRegistry()
 
     @staticmethod
     def validate(module: nn.Module, *, strict: bool = False) -> list[Exception]:
@@ -67,30 +83,35 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @staticmethod
-    def fix(module: nn.Module) -> nn.Module:
+    def fix(module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
         """A copy in which batch normalisation is group normalisation, and instance norms keep no statistics.
 
         A group norm takes the weight and the bias of the batch norm it is for; its statistics are those of each
-        example. Make the optimizer of the copy's parameters.
+        example. With ``replace_bn_with_in`` it is an instance norm. Make the optimizer of the copy's parameters.
         """
         fixed = copy.deepcopy(module)
-        if (new := _replacement(fixed)) is not None:
+        if (new := _replacement(fixed, replace_bn_with_in)) is not None:
             return new
         for parent in list(fixed.modules()):
             for name, layer in list(parent.named_children()):
-                if (new := _replacement(layer)) is not None:
+                if (new := _replacement(layer, replace_bn_with_in)) is not None:
                     setattr(parent, name, new)
         return fixed
 
     @classmethod
-    def fix_and_validate(cls, module: nn.Module) -> nn.Module:
+    def fix_and_validate(cls, module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
         """:meth:`fix`, and raise if that was not enough."""
-        fixed = cls.fix(module)
+        fixed = cls.fix(module, replace_bn_with_in=replace_bn_with_in)
         cls.validate(fixed, strict=True)
         return fixed
 
 
-def _replacement(layer: nn.Module) -> nn.Module | None:
+_INSTANCE_NORMS = {
+    nn.BatchNorm1d: nn.InstanceNorm1d, nn.BatchNorm2d: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d,
+}  # fmt: skip
+
+
+def _replacement(layer: nn.Module, as_instance_norm: bool) -> nn.Module | None:
     if isinstance(layer, nn.modules.batchnorm._LazyNormBase):
         raise ValueError("a lazy norm has no shape yet: run the module once on an example first.")
     if isinstance(layer, _BatchNorm):
@@ -98,6 +119,9 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
         # A vector has one number per channel: a group of its own would be normalised to zero.
         groups = 1 if isinstance(layer, nn.BatchNorm1d) else _groups(channels)
         new: nn.Module = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+        kind = next((each for each in _INSTANCE_NORMS if isinstance(layer, each)), None)
+        if as_instance_norm and kind is not None:
+            new = _INSTANCE_NORMS[kind](channels, eps=layer.eps, affine=layer.affine)
         if layer.affine:
             new.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
         found = next(layer.parameters(), None)
@@ -114,3 +138,10 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
 def _groups(channels: int) -> int:
     """The most groups, at most 32, that divide the channels."""
     return max(groups for groups in range(1, min(32, channels) + 1) if channels % groups == 0)
+
+
+def __getattr__(name: str) -> Any:
+    """Opacus' other layers, by the path ``opacus.layers``."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module("quietgrad.torch"), name)

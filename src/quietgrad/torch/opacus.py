@@ -19,6 +19,7 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import SettingError
 from quietgrad.core.session.clipping import Clipping, PerLayer, read_clipping
 from quietgrad.methods.custom_loop import LoopSampling
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
 from quietgrad.torch.layers import ModuleValidator
 from quietgrad.torch.loops.base import LoopTerms, finite_clip
@@ -37,7 +38,8 @@ from quietgrad.torch.loops.wrappers import (
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.networks.trees import Called, Kwargs, PyTree
-from quietgrad.torch.networks.usable import LossFunction
+from quietgrad.torch.networks.usable import LossFunction, warn_of_divided_weights
+from quietgrad.torch.opacus_accounting import check_mechanism
 from quietgrad.torch.opacus_arguments import Accountant, read_opacus_arguments
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ def make_private(
     transform: Callable[[PyTree], PyTree] | None = None,
     pad: int | Multiple | Padding | None = None,
     clipping: str | Clipping = "flat",
+    noise_schedule: NoiseSchedule | None = None,
+    clip_schedule: ClipSchedule | None = None,
     epochs: int | None = None,
     target_epsilon: float | None = None,
     target_delta: float = 1e-5,
@@ -139,11 +143,15 @@ def make_private(
             with batches of one.
         clipping: ``"flat"`` over all parameters, ``"automatic"``, ``"per_layer"``, or a rule, as in
             :class:`quietgrad.DPSGD`.
+        noise_schedule: what the noise multiplier is multiplied by in each epoch, such as
+            ``qt.ExponentialNoise(gamma=0.97)``: part of the plan, and priced with it before the first step.
+        clip_schedule: likewise of C, such as ``qt.StepGradClip(step_size=5, gamma=0.5)``. It changes no ε.
         wrap_model: ``False`` makes the module itself private: it stays the same object, an instance of its class,
             and comes back in the model's place; its ``cleanup()`` makes it plain again.
         epochs: needed for a ledger, because what is spent is reserved beforehand.
-        loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls it
-            is made of, which is undone here, or ``"sum"``.
+        loss_reduction: whether the released sum of clipped gradients is divided by the public size of a sample
+            (``"mean"``) or not (``"sum"``). Without it the criterion's own reduction decides. Of a loss that the
+            loop makes of plain tensors, a mean over records is undone before clipping, unless it is ``"sum"``.
         sampling: as in :class:`quietgrad.torch.PrivateLoop`; Opacus' ``poisson_sampling=False`` is ``"turns"``.
         person, combine, records_per_person, pad: as in :func:`quietgrad.torch.fit`; batch_size counts people.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
@@ -153,6 +161,7 @@ def make_private(
     is_ghost = read_opacus_arguments(opacus)
     if is_ghost and criterion is None:
         criterion = nn.CrossEntropyLoss()
+    warn_of_divided_weights(criterion)
     if loss_reduction not in ("mean", "sum", None):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if not poisson_sampling and sampling != "poisson":
@@ -180,7 +189,7 @@ def make_private(
     objective.keeps_frozen = not shards.in_shards
     objective.engine.parameter_groups(rule)
     terms = LoopTerms(
-        clipping=rule,
+        clipping=rule, noise_schedule=noise_schedule, clip_schedule=clip_schedule,
         batch_size=given.batch_size, epsilon=target_epsilon, delta=target_delta, relation=relation,
         noise_multiplier=noise_multiplier, epochs=epochs, sampling=sampling if poisson_sampling else "turns",
         drop_last=given.drop_last, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
@@ -191,9 +200,8 @@ def make_private(
         active = terms.open(*asked, clip)
     loop = HandleLoop(
         active, terms, objective.engine, clip, objective=objective, warns=criterion is not None,
-        n_is_declared=terms.n_is_declared, model=shards,
+        n_is_declared=terms.n_is_declared, model=shards, reduction=loss_reduction,
     )  # fmt: skip
-    loop.mean = loss_reduction != "sum"
     private = PrivateModule(module, loop) if wrap_model else private_in_place(module, loop)
     made = private, made_private(optimizer, loop), PrivateLoader(given.loader, loop)
     if criterion is None:
@@ -230,12 +238,12 @@ class PrivacyEngine:
     """
 
     def __init__(self, accountant: str = "prv", secure_mode: bool = True) -> None:
-        if accountant not in ("prv", "rdp"):
-            why = (
-                "a central limit, which is no upper bound on what is spent" if accountant == "gdp" else "not known"
-            )
-            raise SettingError(f"{{accountant}}: {why}; use 'prv' or 'rdp'.", accountant=accountant)
-        self.accountant = Accountant(accountant)
+        self.accountant = Accountant(check_mechanism(accountant))
+        self.secure_mode = True
+        """Noise is always cryptographic."""
+        self.secure_rng = None
+        self.dataset: object = None
+        """The data set of the loop that was made last."""
 
     def make_private(self, **settings: Any) -> Any:
         """See :func:`quietgrad.torch.make_private`.
@@ -300,5 +308,7 @@ class PrivacyEngine:
 
     def _keep(self, make: Called, settings: Kwargs) -> Any:
         made = make(**settings)
-        self.accountant.loops.append(next(each for each in made if isinstance(each, PrivateLoader)).loop)
+        loader = next(each for each in made if isinstance(each, PrivateLoader))
+        self.accountant.loops.append(loader.loop)
+        self.dataset = loader.dataset
         return made

@@ -75,18 +75,20 @@ class Accountant:
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
-        """Noise multiplier, sample rate and number of samples of each loop of Poisson samples."""
-        told = []
+        """Noise multiplier, sample rate and number of samples of each stretch of a loop of Poisson samples."""
+        entries = []
         for loop in self.loops:
-            sampling = loop.plan.schedule.slots[0].sampling
-            if not isinstance(sampling, Poisson):
-                raise SettingError(
-                    "accountant.history: a loop whose samples are not Poisson has no sample rate. loader.privacy "
-                    "states what it released."
-                )
-            if loop.used:
-                told.append((loop.plan.noise_multiplier, sampling.rate, loop.used))
-        return told
+            counts = loop.plan.first(loop.used)
+            for slot in loop.plan.schedule.slots:
+                if not isinstance(slot.sampling, Poisson):
+                    raise SettingError(
+                        "accountant.history: a loop whose samples are not Poisson has no sample rate. "
+                        "loader.privacy states what it released."
+                    )
+                if counts[slot.name]:
+                    multiplier = slot.multiplier(loop.plan.noise_multiplier)
+                    entries.append((multiplier, slot.sampling.rate, counts[slot.name]))
+        return entries
 
     def __len__(self) -> int:
         """Samples so far."""

@@ -18,10 +18,11 @@ from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
 from quietgrad.core.session.kept import read_run
+from quietgrad.core.session.objectives import Regularizer
 from quietgrad.core.session.opening import Terms
-from quietgrad.core.session.queries import Regularizer
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.callbacks import Callback, Progress, together
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule
 from quietgrad.methods.minimizing import check_people, progress_bar
 from quietgrad.methods.result import Result
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
@@ -62,6 +63,8 @@ def fit(
     views: int = 1,
     noise_multiplier: float | None = None,
     clipping: ClippingName | Clipping | None = None,
+    noise_schedule: NoiseSchedule | None = None,
+    clip_schedule: ClipSchedule | None = None,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
     every: int | None = None,
@@ -106,6 +109,8 @@ def fit(
         noise_multiplier: Fixes the noise instead of calibrating it. A run that would exceed ``budget`` is refused.
         clipping: How a gradient is brought to a length of at most C: ``"flat"``, ``"automatic"``, ``"per-layer"``
             or a rule, in the place of the algorithm's own.
+        noise_schedule, clip_schedule: What noise and C are multiplied by in each epoch of ⌈n ÷ batch_size⌉ steps,
+            such as ``qt.ExponentialNoise(gamma=0.97)``: settings of ``DPSGD`` and ``DPAdam``, in their place.
         ledger: Path of the ledger that is charged before the first step; default the project's own.
         account: Name of the people in the ledger; runs of one account add up.
         cap: Budget that the account as a whole must not exceed.
@@ -146,7 +151,7 @@ def fit(
             'errors="raise": a run that ends at a record tells that the record is in the data. It is for debugging '
             "on public data, without privacy: give {budget=None}, or leave errors out. No privacy budget was spent."
         )
-    algorithm = _with_clipping(algorithm, clipping)
+    algorithm = _with(algorithm, clipping=clipping, noise_schedule=noise_schedule, clip_schedule=clip_schedule)
     run = _Training(
         model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
         errors=errors, evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress,
@@ -199,6 +204,8 @@ def resume(
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
     clipping: ClippingName | Clipping | None = None,
+    noise_schedule: NoiseSchedule | None = None,
+    clip_schedule: ClipSchedule | None = None,
     **settings: Any,
 ) -> Result:
     """Continue an interrupted :func:`fit` with the same arguments and ``folder``.
@@ -212,7 +219,7 @@ def resume(
     """
     if "errors" in settings:
         raise ValueError("errors: a resumed run counts a record that raises an exception as zero; leave it out.")
-    algorithm = _with_clipping(algorithm, clipping)
+    algorithm = _with(algorithm, clipping=clipping, noise_schedule=noise_schedule, clip_schedule=clip_schedule)
     if isinstance(train_set, IterableDataset):
         n_public, relation = _how_it_was_read(folder)
         settings = {"n_public": n_public, "relation": relation, **settings}
@@ -254,18 +261,25 @@ def _how_it_was_read(folder: str | Path) -> tuple[int, Relation]:
     return told
 
 
-def _with_clipping(algorithm: Algorithm, clipping: ClippingName | Clipping | None) -> Algorithm:
-    if clipping is None:
-        return algorithm
+_HAVE = {
+    "clipping": (
+        "clipping rule of its own. Leave clipping out, or use one that has it, such as DPSGD, DPAdam or DPSRM."
+    ),
+    "noise_schedule": "schedule of its noise. Leave noise_schedule out, or use DPSGD or DPAdam.",
+    "clip_schedule": "schedule of its clip. Leave clip_schedule out, or use DPSGD or DPAdam.",
+}
+
+
+def _with(algorithm: Algorithm, **settings: Any) -> Algorithm:
+    """The algorithm with those of the settings that were given, in the place of its own."""
     method: Any = algorithm
-    if "clipping" not in {field.name for field in dataclasses.fields(method)}:
-        raise ValueError(
-            f"clipping: {algorithm.name} has no clipping rule of its own. Leave clipping out, or use a method that "
-            "has one, such as DPSGD, DPAdam or DPSRM."
-        )
-    read_clipping(clipping)
-    clipped: Algorithm = dataclasses.replace(method, clipping=clipping)
-    return clipped
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in {field.name for field in dataclasses.fields(method)}:
+            raise ValueError(f"{name}: {algorithm.name} has no {_HAVE[name]}")
+    read_clipping(given.get("clipping", "flat"))
+    changed: Algorithm = dataclasses.replace(method, **given) if given else algorithm
+    return changed
 
 
 class _Training:

@@ -41,7 +41,8 @@ from quietgrad.core.noise.rng import SecureStream, fresh_key
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.curator import CentralCurator, CentralSession
-from quietgrad.core.session.queries import GradientQuery, Objective, RecordAdapter
+from quietgrad.core.session.objectives import Objective, RecordAdapter
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateLinearRegression,

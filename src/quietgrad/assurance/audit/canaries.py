@@ -29,15 +29,9 @@ from quietgrad.assurance.audit.replicas import Game, Pattern, RecordingSession, 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
-from quietgrad.core.session.queries import (
-    BaseObjective,
-    Batch,
-    ClippingRule,
-    LossConstants,
-    NoRegularizer,
-    Query,
-    Records,
-)
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import BaseObjective, Batch, LossConstants, NoRegularizer, Records
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage

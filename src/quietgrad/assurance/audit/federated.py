@@ -27,7 +27,8 @@ from quietgrad.assurance.audit.report import AuditFinding, AuditReport
 from quietgrad.assurance.audit.running import PrivacyClaim, attack_dprime, attack_profile
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import GradientQuery, Objective
+from quietgrad.core.session.objectives import Objective
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.planning import Party

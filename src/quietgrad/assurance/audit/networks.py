@@ -18,8 +18,10 @@ from quietgrad.assurance.audit.running import PrivacyClaim, attack_profile, lear
 from quietgrad.assurance.audit.single_run import judge_guesses
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Batch, ClippingRule, GradientQuery
+from quietgrad.core.session.objectives import Batch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods.dp_sgd import DPGD
 from quietgrad.torch import PrivateLoop

@@ -37,7 +37,7 @@ from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism, Probe, kin
 from quietgrad.core.noise.rng import fresh_key, seed_key
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, Sampling
-from quietgrad.core.session.queries import Batch, NoRegularizer
+from quietgrad.core.session.objectives import Batch, NoRegularizer
 from quietgrad.core.vectors import Vector
 from quietgrad.tables.queries.counts import LabelCounts
 

@@ -24,7 +24,8 @@ from quietgrad.core.plans.schedule import Law, Plan
 from quietgrad.core.sampling import Sampler, Sampling
 from quietgrad.core.session.base import Curator, Session
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.queries import Query, RecordAdapter
+from quietgrad.core.session.objectives import RecordAdapter
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm
 

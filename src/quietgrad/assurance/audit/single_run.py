@@ -31,7 +31,8 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.noise.rng import fresh_key, seed_key
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Batch, Query, RecordAdapter, Records
+from quietgrad.core.session.objectives import Batch, RecordAdapter, Records
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods.base import Algorithm

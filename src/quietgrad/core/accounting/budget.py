@@ -80,11 +80,20 @@ def check_delta(delta: float) -> float:
     """Return ``delta`` if it is a probability strictly between 0 and 1, else raise."""
     if not isinstance(delta, (int, float)) or not 0.0 < delta < 1.0:
         raise SettingError(
-            "{delta}: must be strictly between 0 and 1, and well below 1/n. "
+            "{delta}: must be strictly between 0 and 1, and at most 1/(100 n). "
             "For pure ε use {algorithm='output-perturbation'} with {mechanism='pure'}: its claim holds with δ = 0.",
             delta=delta,
         )
     return float(delta)
+
+
+def advised_delta(n: int) -> float:
+    """The power of ten at or below 1/(100 n): the largest δ that is advised for n people.
+
+    >>> advised_delta(1000), advised_delta(2000), advised_delta(10_000)
+    (1e-05, 1e-06, 1e-06)
+    """
+    return float(f"1e-{len(str(100 * max(n, 1) - 1))}")
 
 
 def check_condition(condition: str | None) -> str | None:
@@ -109,7 +118,7 @@ class Budget:
     """A privacy budget: (ε, δ) under a neighbouring relation.
 
     A run M within it satisfies Pr[M(D) ∈ S] ≤ e^ε · Pr[M(D′) ∈ S] + δ for all neighbours D, D′ and all sets S of
-    outcomes. Smaller ε and δ are more private; choose δ well below 1/n.
+    outcomes. Smaller ε and δ are more private; choose δ ≤ 1/(100 n).
 
     >>> Budget(epsilon=1.0, delta=1e-5)
     Budget(epsilon=1.0, delta=1e-05, relation=<Relation.ADD_REMOVE: 'add-remove'>)

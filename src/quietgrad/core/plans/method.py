@@ -36,6 +36,9 @@ def config_of(settings: Any) -> dict[str, Any]:
     values = {name: plain(value) for name, value in field_values(settings).items()}
     if values.get("clipping") in ("flat", {"kind": "flat"}):
         del values["clipping"]  # what settings without it mean
+    for name in ("noise_schedule", "clip_schedule"):
+        if values.get(name, 0) is None:
+            del values[name]
     return values
 
 

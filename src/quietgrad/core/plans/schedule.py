@@ -250,7 +250,7 @@ class Plan:
         if self.schedule.composition == "sequential" and not any(slot.law for slot in self.schedule.slots):
             # closer together at first, where ε grows fastest
             marks = sorted({max(1, round(total * (k / 10) ** 2)) for k in range(1, 10)} - {total})
-            curve = [(mark, self.epsilon_after(self._first(mark))) for mark in marks]
+            curve = [(mark, self.epsilon_after(self.first(mark))) for mark in marks]
         return [*curve, (total, self.epsilon())]
 
     def epsilon_by(self, releases: int) -> float:
@@ -269,8 +269,8 @@ class Plan:
         whole = self.budget is None or epsilon is None or epsilon <= self.epsilon() * (1 + 1e-9)
         return self.epsilon_curve if whole else None
 
-    def _first(self, releases: int) -> dict[str, int]:
-        """The first ``releases`` of the plan, slot by slot."""
+    def first(self, releases: int) -> dict[str, int]:
+        """The first ``releases`` of the plan by slot, for slots that are used in their order."""
         counts: dict[str, int] = {}
         for slot in self.schedule.slots:
             counts[slot.name] = min(slot.count, releases)

@@ -191,6 +191,25 @@ class Schedule:
         names = ", ".join(repr(slot.name) for slot in self.slots)
         raise BudgetError(f"release {name!r} is not in the plan (it holds {names}); plan again with it.")
 
+    def slot_at(self, place: int) -> Slot:
+        """The slot of a release, for slots that are used in their order; ``place`` counts from 0."""
+        for slot in self.slots:
+            if place < slot.count:
+                return slot
+            place -= slot.count
+        raise BudgetError(f"the plan holds {self.releases} releases and no more; plan a longer run.")
+
+    def place_of(self, name: str, number: int) -> int:
+        """The place of a slot's release among all, for slots that are used in their order.
+
+        >>> from quietgrad.core.sampling import FullBatch
+        >>> plan = Schedule((Slot("loud", FullBatch(), 3), Slot("quiet", FullBatch(), 2, noise=0.5)))
+        >>> plan.place_of("quiet", 1), plan.slot_at(4).name, plan.slot_at(2).name
+        (4, 'quiet', 'loud')
+        """
+        names = [slot.name for slot in self.slots]
+        return sum(slot.count for slot in self.slots[: names.index(self[name].name)]) + number
+
     @property
     def releases(self) -> int:
         """The most releases a run can make."""

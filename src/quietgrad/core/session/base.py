@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.events import Event
 from quietgrad.core.plans.schedule import Plan
-from quietgrad.core.session.queries import Query, Regularizer
+from quietgrad.core.session.objectives import Regularizer
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector
 
 

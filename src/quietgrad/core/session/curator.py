@@ -20,7 +20,7 @@ from quietgrad.core.ledger.state import canonical_account_name
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
 from quietgrad.core.plans.schedule import Plan
-from quietgrad.core.session.queries import UNCOUNTED, RecordAdapter, StreamedRecords
+from quietgrad.core.session.objectives import UNCOUNTED, RecordAdapter, StreamedRecords
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.core.vectors import OwnVector
@@ -150,7 +150,7 @@ class CentralCurator:
         self._check(plan)
         if plan.budget is not None and plan.delta_caution is not None and within is None:
             spent = "Nothing" if plan.counted is None else "Nothing but the private count of n"
-            advice = f"{spent} is charged yet; choose a δ well below 1/n."
+            advice = f"{spent} is charged yet; choose δ ≤ 1/(100 n)."
             warnings.warn(f"δ = {plan.budget.delta:g}: {plan.delta_caution}. {advice}", DeltaWarning, stacklevel=4)
         if plan.is_private and within is None:
             self.settle()

@@ -29,7 +29,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.plans.schedule import plan as make_plan
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.kept import Run, begin, is_kept
-from quietgrad.core.session.queries import RecordAdapter
+from quietgrad.core.session.objectives import RecordAdapter
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.core.vectors import OwnVector, all_finite, copy

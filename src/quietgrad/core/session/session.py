@@ -25,16 +25,15 @@ from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.sampling import Sampler, Sampling
 from quietgrad.core.session.base import SessionCost, offsets_above_minimum
-from quietgrad.core.session.queries import (
+from quietgrad.core.session.objectives import (
     Batch,
-    LabelQuery,
-    Query,
     RecordAdapter,
     Records,
     Regularizer,
     StreamedRecords,
     public_loss,
 )
+from quietgrad.core.session.queries import LabelQuery, Query
 from quietgrad.core.session.summing import add_batch, batch_sum
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.core.vectors import OwnVector, zeros_like, zeros_without_memory

@@ -20,6 +20,11 @@ from quietgrad.core.sanitize import html_facts
 from quietgrad.core.session.base import Session, SessionCost
 
 SEEDED = "seeded randomness: not private"
+N_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
+UNKEPT = "kept in no ledger"
+SO_FAR = "planned steps so far"
+_IN_THE_LINE = (UNKEPT, N_TAKEN, SO_FAR)
+"""Remarks that the printed line has too. Without them ε would be read as holding, or as charged, for more."""
 REFUTED = "refuted"
 
 
@@ -126,6 +131,7 @@ class Privacy:
         per_unit = "" if self.unit is PrivacyUnit.RECORD else f" per {self.unit}"
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP{per_unit}, {self.relation}, proved by {self.accountant}"
         text = text if self.condition is None else f"{text}, {self.condition}"
+        text = "; ".join([text, *(note for note in self.notes if any(mark in note for mark in _IN_THE_LINE))])
         if self.is_private:
             return text
         if SEEDED in self.notes:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quietgrad.core.session.queries import Batch, Query, RecordAdapter, StreamedRecords
+from quietgrad.core.session.objectives import Batch, RecordAdapter, StreamedRecords
+from quietgrad.core.session.queries import Query
 from quietgrad.core.vectors import OwnVector, wide_zeros
 
 

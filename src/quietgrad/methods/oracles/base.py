@@ -14,7 +14,8 @@ from quietgrad.core.plans.schedule import Law, Plan, Slot
 from quietgrad.core.sampling import Sampling
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
-from quietgrad.core.session.queries import Asked, Objective
+from quietgrad.core.session.objectives import Objective
+from quietgrad.core.session.queries import Asked
 from quietgrad.core.settings import check_fields
 from quietgrad.core.vectors import Vector
 from quietgrad.methods.oracles.error_bounds import EstimateError, Part

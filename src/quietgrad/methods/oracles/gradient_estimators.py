@@ -12,23 +12,20 @@ clip_C(∇fᵢ(θ_t) − (1−γ)∇fᵢ(θ_{t−1})).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quietgrad import named_settings as settings
+from quietgrad.core.errors import SettingError
 from quietgrad.core.plans.schedule import Law, Slot
 from quietgrad.core.sampling import SamplingName, sampling_of
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.clipping import FLAT, Clipping, ClippingName, read_clipping
-from quietgrad.core.session.queries import (
-    Asked,
-    GradientQuery,
-    JointMomentumQuery,
-    Query,
-    RecursiveMomentumQuery,
-    following_clip,
-)
+from quietgrad.core.session.contributions import check_clip, following_clip
+from quietgrad.core.session.queries import Asked, GradientQuery, JointMomentumQuery, Query, RecursiveMomentumQuery
 from quietgrad.core.vectors import Vector, norm
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule, read_schedule
 from quietgrad.methods.oracles.base import (
     Estimate,
     Noise,
@@ -55,18 +52,57 @@ class MiniBatch(Oracle):
     cohorts: int | None = None
     noise: Noise = "independent"
     clipping: ClippingName | Clipping = "flat"
+    noise_schedule: NoiseSchedule | None = None
+    clip_schedule: ClipSchedule | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in (NoiseSchedule, ClipSchedule):
+            schedule = read_schedule(getattr(self, kind.argument), kind)
+            object.__setattr__(self, kind.argument, schedule)
+            if schedule is None:
+                continue
+            schedule.config()  # raises if it has no numbers
+            if self.noise != "independent":
+                raise SettingError(f"{kind.argument}: correlated noise is one release of all steps; leave one out.")
+            if self.law is not None:
+                raise SettingError(f"{kind.argument}: a random number of steps has no epochs; return the last.")
 
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
         sampling = sampling_of(self.sampling, n_public, self.batch_size, self.cohorts)
-        return (slot_of("gradient", sampling, steps, self.noise, self.law),)
+        if self.clip_schedule is not None:
+            for _, factor in self.clip_schedule.stretches(steps, self._epoch_length(n_public)):
+                check_clip("clip", self.clip * factor)
+        if self.noise_schedule is None:
+            return (slot_of("gradient", sampling, steps, self.noise, self.law),)
+        stretches = self.noise_schedule.stretches(steps, self._epoch_length(n_public))
+        slots = [slot_of(f"stretch-{k}", sampling, count) for k, (count, _) in enumerate(stretches)]
+        return tuple(replace(slot, noise=factor) for slot, (_, factor) in zip(slots, stretches, strict=True))
+
+    def _epoch_length(self, n_public: int) -> int:
+        """Steps of an epoch: as many as a loader would make batches."""
+        if self.cohorts is not None:
+            return self.cohorts
+        return 1 if self.batch_size is None else math.ceil(n_public / self.batch_size)
 
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
-        total = session.release("gradient", GradientQuery(params, self.clip, self._clipping))
-        total *= 1.0 / session.expected_batch("gradient")
+        plan, slot, clip = session.plan, "gradient", self.clip
+        if self.noise_schedule is not None:
+            slot = plan.schedule.slot_at(state.calls).name
+        if self.clip_schedule is not None:
+            clip *= self.clip_schedule.factor(state.calls // self._epoch_length(plan.n_public))
+        total = session.release(slot, GradientQuery(params, clip, self._clipping))
+        total *= 1.0 / session.expected_batch(slot)
         return Estimate(total, None, 0.0, state.calls + 1)
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield "gradient", Asked(GradientQuery(params, self.clip, self._clipping))
+        plan, between = session.plan, {}
+        if self.clip_schedule is not None:
+            stretches = self.clip_schedule.stretches(plan.schedule.releases, self._epoch_length(plan.n_public))
+            clips = [self.clip * factor for _, factor in stretches]
+            between = {"clip": (min(clips), max(clips))}
+        for slot in ("gradient",) if self.noise_schedule is None else (slot.name for slot in plan.schedule.slots):
+            yield slot, Asked(GradientQuery(params, self.clip, self._clipping), between)
 
     @property
     def _clipping(self) -> Clipping:
@@ -74,7 +110,7 @@ class MiniBatch(Oracle):
 
     def error(self, session: Session) -> EstimateError | None:
         """σ ≤ C/√b and r = zC/b; every estimate is a chain of its own. Rules that are not flat bend gradients."""
-        if self._clipping != FLAT:
+        if self._clipping != FLAT or self.noise_schedule is not None or self.clip_schedule is not None:
             return None
         return chain_error(
             (batch_part(session, "gradient", self.clip),),

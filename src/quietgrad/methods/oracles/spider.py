@@ -36,10 +36,11 @@ independent noise; ``docs/correlated-proof.md`` shows that both compose.
 from __future__ import annotations
 
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -49,19 +50,18 @@ from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.plans.slots import Law
 from quietgrad.core.sampling import FullBatch, Sampling, SamplingName, SinglePass, sampling_of
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import (
-    LARGEST_CLIP,
-    Asked,
-    GradientDifferenceQuery,
-    GradientQuery,
-    following_clip,
-)
-from quietgrad.core.settings import Count, Positive, PositiveFraction
+from quietgrad.core.session.contributions import LARGEST_CLIP, following_clip
+from quietgrad.core.session.queries import Asked, GradientDifferenceQuery, GradientQuery
+from quietgrad.core.settings import Count, Within
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.oracles.base import Estimate, Noise, Oracle, batch_part, constant_of, slot_of
 from quietgrad.methods.oracles.error_bounds import EstimateError, chain_error
 
 Regime = Literal["fresh", "reuse"]
+_LEAST_SHARE = 1e-9
+Share = Annotated[float, Within(_LEAST_SHARE, 1.0 - _LEAST_SHARE)]
+"""A share of the budget that leaves something for either kind of release."""
+Finite = Annotated[float, Within(0.0, sys.float_info.max, closed=False)]
 
 
 def split_for(ratio: float, full_gradients: int = 1) -> float:
@@ -75,6 +75,17 @@ def split_for(ratio: float, full_gradients: int = 1) -> float:
     (0.8571428571428571, 0.5)
     """
     return full_gradients * ratio / (1.0 + full_gradients * ratio)
+
+
+def checked_share(share: float, name: str, value: float) -> float:
+    """Return a share of the budget that a setting implies; raise if one kind of release would get next to none."""
+    if not _LEAST_SHARE <= share <= 1.0 - _LEAST_SHARE:
+        raise SettingError(
+            f"{{{name}}}: with this clip and smoothness, full gradients get the share {share:.2g} of the budget. "
+            "Use a realistic value, or state split.",
+            **{name: value},
+        )
+    return share
 
 
 def relative_noise(*parts: tuple[float, int, float]) -> list[float]:
@@ -126,11 +137,11 @@ class SpiderOracle(Oracle):
         return following_clip(min(bound, LARGEST_CLIP if self.difference_clip is None else self.difference_clip))
 
     def check_noise(self) -> None:
-        """Refuse correlated differences without the constant that they are clipped to."""
+        """Raise if differences have other noise than independent one and no constant that they are clipped to."""
         if self.noise != "independent" and self.difference_clip is None:
             raise ValueError(
-                "noise='correlated': needs difference_clip, one constant for all differences (M × the longest "
-                "step); noise of different scales would not cancel."
+                f"noise={self.noise!r}: noise other than 'independent' needs difference_clip, one constant for all "
+                "differences (M × the longest step). Noise of different scales would not cancel."
             )
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
@@ -187,13 +198,13 @@ class AdaptiveSpider(SpiderOracle):
 
     batch_size: Count | None = None
     difference_batch_size: Count | None = None
-    clip: Positive | None = None
-    smoothness: Positive | None = None
-    difference_clip: Positive | None = None
+    clip: Finite | None = None
+    smoothness: Finite | None = None
+    difference_clip: Finite | None = None
     regime: Regime = "fresh"
     full_queries: Count | None = None
-    kappa: Positive | None = None
-    split: PositiveFraction | None = None
+    kappa: Finite | None = None
+    split: Share | None = None
     noise: Noise = "independent"
 
     def __post_init__(self) -> None:
@@ -244,7 +255,8 @@ class AdaptiveSpider(SpiderOracle):
         if self.kappa is None or self.clip is None or self.smoothness is None:
             return 0.5
         own = self.clip * math.sqrt(full)
-        return own / (own + self.smoothness * math.sqrt(self.kappa * differences))
+        share = own / (own + self.smoothness * math.sqrt(self.kappa * differences))
+        return checked_share(share, "kappa", self.kappa)
 
     def due(self, state: Estimate, drift: float, session: Session) -> bool:
         """Whether the point has drifted so far that differences would be as noisy as a full query."""
@@ -278,8 +290,27 @@ class AdaptiveSpider(SpiderOracle):
         return chain_error((full, differences), chains=chains)
 
 
-@dataclass(frozen=True)
-class Spider(SpiderOracle):
+@dataclass(frozen=True, kw_only=True)
+class SpiderSettings:
+    """The settings that :class:`Spider` and :class:`~quietgrad.methods.dp_spider.DPSpider` share."""
+
+    period: Count | None = None
+    clip: Finite | None = None
+    smoothness: Finite | None = None
+    difference_clip: Finite | None = None
+    split: Share | None = None
+    path: Finite | None = None
+    batch_size: Count | None = None
+    difference_batch_size: Count | None = None
+    sampling: SamplingName = "full"
+    warm_steps: Annotated[int, Within(0, whole=True)] = 0
+    warm_share: Share = 0.5
+    cohorts: int | None = None
+    noise: Noise = "independent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spider(SpiderSettings, SpiderOracle):
     """SPIDER with a full gradient every ``period`` steps.
 
     An optional start uses plain gradients.
@@ -304,26 +335,11 @@ class Spider(SpiderOracle):
     [('o1', 2, 1.0), ('o2', 98, 7.0)]
     """
 
-    period: Count | None = None
-    clip: Positive | None = None
-    smoothness: Positive | None = None
-    difference_clip: Positive | None = None
-    split: PositiveFraction | None = None
-    path: Positive | None = None
-    batch_size: Count | None = None
-    difference_batch_size: Count | None = None
-    sampling: SamplingName = "full"
-    warm_steps: int = 0
-    warm_share: PositiveFraction = 0.5
-    cohorts: int | None = None
-    noise: Noise = "independent"
     law: Law | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_noise()
-        if self.warm_steps < 0:
-            raise SettingError("{warm_steps}: must be ≥ 0.", warm_steps=self.warm_steps)
         if self.path is not None and self.split is None and (self.clip is None or self.smoothness is None):
             raise ValueError("path: gives the split with clip and smoothness; give those too, or split itself.")
 
@@ -363,7 +379,8 @@ class Spider(SpiderOracle):
         if self.path is None or self.clip is None or self.smoothness is None:
             return 0.5
         left = steps - self.warm_steps
-        return split_for(self.clip / (self.smoothness * self.path), -(-left // (self.period or left)))
+        share = split_for(self.clip / self.smoothness / self.path, -(-left // (self.period or left)))
+        return checked_share(share, "path", self.path)
 
     def due(self, state: Estimate, drift: float, session: Session) -> bool:
         """Whether a period is over."""

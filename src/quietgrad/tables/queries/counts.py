@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import PrivacyUnit, Relation
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, NoRegularizer, Regularizer, StreamedRecords
+from quietgrad.core.session.objectives import Batch, NoRegularizer, Regularizer, StreamedRecords
 from quietgrad.tables.privacy_units import SurveyData, UserLevelRecords, rows_of
 from quietgrad.tables.range_queries import check_everyone, pair_bound
 from quietgrad.tables.table import Array, Floats, Table, lay_out

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.tables.privacy_units import SurveyData, rows_of
 from quietgrad.tables.queries.counts import NothingToFit, TableRecords
 from quietgrad.tables.range_queries import check_everyone

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.core.errors import DataError, SettingError
-from quietgrad.core.session.queries import LARGEST_CLIP, Batch, LossConstants, Objective, Records, check_clip
+from quietgrad.core.session.contributions import LARGEST_CLIP, check_clip
+from quietgrad.core.session.objectives import Batch, LossConstants, Objective, Records
 from quietgrad.core.vectors import OwnVector, copy
 
 

@@ -20,16 +20,8 @@ import numpy as np
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.noise.rng import SecureStream
-from quietgrad.core.session.queries import (
-    Batch,
-    Indices,
-    NoRegularizer,
-    Records,
-    Regularizer,
-    StreamedRecords,
-    check_clip,
-    rounding_safe_clip,
-)
+from quietgrad.core.session.contributions import check_clip, rounding_safe_clip
+from quietgrad.core.session.objectives import Batch, Indices, NoRegularizer, Records, Regularizer, StreamedRecords
 from quietgrad.core.vectors import Vector
 from quietgrad.tables.privacy_units import GroupIndex, UserLevelRecords
 from quietgrad.tables.regularizers import L2, Nonconvex

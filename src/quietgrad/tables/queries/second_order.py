@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quietgrad.core.session.queries import Batch, ClippingRule, HasHessian, Objective, check_clip
+from quietgrad.core.session.contributions import ClippingRule, check_clip
+from quietgrad.core.session.objectives import Batch, HasHessian, Objective
 from quietgrad.core.vectors import Vector, norm, zeros_like
 from quietgrad.tables.linear import LinearObjective
 from quietgrad.tables.privacy_units import UserLevelObjective

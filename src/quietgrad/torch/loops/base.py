@@ -26,12 +26,14 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.clipping import FLAT, Clipping
+from quietgrad.core.session.contributions import ClippingRule, check_clip
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.opening import OpenRun, Terms, opening
-from quietgrad.core.session.queries import ClippingRule, Query, check_clip
+from quietgrad.core.session.queries import Query
 from quietgrad.core.session.session import PendingRelease
-from quietgrad.core.session.statement import Privacy, privacy_statement
+from quietgrad.core.session.statement import N_TAKEN, SO_FAR, UNKEPT, Privacy, privacy_statement
 from quietgrad.methods.custom_loop import LoopReleases, LoopSampling
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule, read_schedule
 from quietgrad.torch.loops.distributed import (
     SharedCurator,
     any_of_us,
@@ -46,9 +48,10 @@ CONDITION = (
     "if the loop's own code treats records apart: what the model gets in row k and its term of the loss come from "
     "record k alone, and nothing read from private batches decides what is trained or published (not checked)"
 )
-_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
 _NO_LIMIT = 1e9  # ε of a loop without a limit: Loop.privacy states what it costs so far
 _OPEN_END = 10**9  # steps of such a loop
+_CLIP_FACTORS = "clip_factors"
+"""Of a plan's settings: numbers of steps and what C is multiplied by in them, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class LoopTerms:
     sampling: LoopSampling
     drop_last: bool = False
     clipping: Clipping = FLAT
+    noise_schedule: NoiseSchedule | None = None
+    clip_schedule: ClipSchedule | None = None
     curator: type[CentralCurator] = SharedCurator
     unit: PrivacyUnit
     n_public: int | None
@@ -86,6 +91,11 @@ class LoopTerms:
                 raise SettingError(f"{{{name}}}: must be a whole number ≥ 1.", **{name: value})
         if self.noise_multiplier is None and not self.has_end:
             raise ValueError("a loop whose noise follows from its budget needs epochs= or steps= beforehand.")
+        for kind in (NoiseSchedule, ClipSchedule):
+            schedule = read_schedule(getattr(self, kind.argument), kind)
+            object.__setattr__(self, kind.argument, schedule)
+            if schedule is not None and not self.has_end:
+                raise ValueError(f"{kind.argument}: is part of the plan, which needs epochs= or steps= beforehand.")
 
     @property
     def budget(self) -> Budget:
@@ -120,10 +130,20 @@ class LoopTerms:
                 batch_size=self.batch_size,
             )
         epochs = 1 if self.epochs is None and self.sampling == "single-pass" else self.epochs
-        steps = self.steps or (_OPEN_END if epochs is None else epochs * self.epoch_length(n))
-        said = clip if self.clipping == FLAT else {"clip": clip, "clipping": self.clipping.config()}
+        length = self.epoch_length(n)
+        steps = self.steps or (_OPEN_END if epochs is None else epochs * length)
+        said: dict[str, Any] = {"clip": clip}
+        if self.clipping != FLAT:
+            said["clipping"] = self.clipping.config()
+        if self.clip_schedule is not None:
+            factors = self.clip_schedule.stretches(steps, length)
+            for _, factor in factors:
+                finite_clip(clip * factor)
+            said[_CLIP_FACTORS] = [list(stretch) for stretch in factors]
+        noise = ((steps, 1.0),) if self.noise_schedule is None else self.noise_schedule.stretches(steps, length)
         relation = Relation.parse(self.relation) if self.adds_no_noise else None
-        return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling, relation=relation)
+        stretches = tuple((count, self.batch_size, factor) for count, factor in noise)
+        return LoopReleases(stretches, said if len(said) > 1 else clip, self.sampling, relation=relation)
 
     def run_terms(self) -> Terms:
         """Return the run's terms: the account that pays, and the public facts. Of several processes one pays.
@@ -158,7 +178,7 @@ class LoopTerms:
                     f"account {terms.account.name!r} has a cap, and a loop without an end has no cost to hold "
                     "against it; give epochs. Nothing was charged or released."
                 )
-            unkept = Account(terms.account.name, note="kept in no ledger: the loop has no planned end")
+            unkept = Account(terms.account.name, note=f"{UNKEPT}: the loop has no planned end (give epochs=)")
             terms = replace(terms, account=unkept)
         return terms if is_leader() else replace(terms, account=Account(terms.account.name))
 
@@ -185,10 +205,9 @@ class Loop:
         n_is_declared: bool, model: WholeModule,
     ) -> None:  # fmt: skip
         plan = active.plan
-        self.plan, self.engine, self.clip = plan, engine, clip
+        self.plan, self.engine, self._clip = plan, engine, clip
         self.model = model
         self.clipping = terms.clipping
-        self.rule = ClippingRule.gradient(clip, terms.clipping)
         self.epoch_length = terms.epoch_length(plan.n_public)  # in samples
         self.account = str(active.account)
         self.is_private = plan.is_private and not active.session.seeded
@@ -196,9 +215,10 @@ class Loop:
         self.paused = False  # whether it goes on elsewhere
         self.total = plan.schedule.releases  # samples it may have
         self.mean = True  # whether the gradient is divided by the public size of a sample
-        self._slot = plan.schedule.slots[0].name
         self._session: CentralSession = active.session
-        self.expected_batch = float(self._session.expected_batch(self._slot))  # public; sums are divided by it
+        self.expected_batch = float(
+            self._session.expected_batch(plan.schedule.slots[0].name)
+        )  # public; sums are divided by it
         self.handed_out = sum(self._session.used.values())  # samples that the loop has had
         self._spent: SessionCost | None = None
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
@@ -242,7 +262,7 @@ class Loop:
             return composed([self.plan.total, *[self.plan.event] * (self._times - 1)])
         if self.plan.whole_only:
             return self.plan.total
-        return self.plan.event_of({self._slot: self.used}) if self.used else None
+        return self.plan.event_of(self.plan.first(self.used)) if self.used else None
 
     def epsilon(self, delta: float | None = None) -> float:
         """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if it was seeded."""
@@ -256,19 +276,19 @@ class Loop:
 
         Of a loop without noise ε is infinite, as :meth:`epsilon` says.
         """
-        plan, counts = self.plan, {self._slot: self.used}
+        plan, counts = self.plan, self.plan.first(self.used)
         if plan.budget is None:  # nothing is charged, and nothing is proved
             bare = privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
             return replace(bare, epsilon=math.inf)
         nothing = self.event is None
         # Before the first sample one stands in, for which nothing is stated below.
-        event = plan.event if plan.whole_only else plan.event_of({self._slot: 1} if nothing else counts)
+        event = plan.event if plan.whole_only else plan.event_of(plan.first(1) if nothing else counts)
         if self._times > 1:
             event = composed([plan.event] * self._times)
-        notes = () if self.n_is_declared else (_TAKEN,)
+        notes = () if self.n_is_declared else (N_TAKEN,)
         if self._spent is None and self.handed_out < plan.schedule.releases < _OPEN_END:
-            early = "a loop that ends early because of what it saw costs the whole plan"
-            notes = (*notes, f"{self.handed_out} of {plan.schedule.releases} planned steps so far; {early}")
+            early = f"a loop that ends early because of what it saw costs the whole plan, ε = {plan.epsilon():.4g}"
+            notes = (*notes, f"{self.handed_out} of {plan.schedule.releases} {SO_FAR}; {early}")
         spent = self._spent or SessionCost(event, counts, "", False)
         said = privacy_statement(self._session, spent, self.account, notes)
         return replace(said, epsilon=0.0, events=None) if nothing else said
@@ -284,6 +304,36 @@ class Loop:
             self.total = self.handed_out
         return self.privacy
 
+    # --- noise and C of a step ----------------------------------------------------------------------------------
+
+    @property
+    def _in_hand(self) -> int:
+        """The place in the plan of the sample that was handed out last, or of the first one before that."""
+        return max(0, min(self.handed_out, self.plan.schedule.releases) - 1)
+
+    def _clip_at(self, place: int) -> float:
+        factors = self.plan.config.get(_CLIP_FACTORS, ())
+        for count, factor in factors:
+            if place < count:
+                return self._clip * float(factor)
+            place -= int(count)
+        return self._clip
+
+    @property
+    def clip(self) -> float:
+        """C of the step in hand."""
+        return self._clip_at(self._in_hand)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise ÷ C of the step in hand."""
+        return self.plan.schedule.slot_at(self._in_hand).multiplier(self.plan.noise_multiplier)
+
+    def rule_of(self, drawn: PendingRelease) -> ClippingRule:
+        """How records of a sample are clipped."""
+        place = self.plan.schedule.place_of(drawn.slot, drawn.number)
+        return ClippingRule.gradient(self._clip_at(place), self.clipping)
+
     # --- samples ------------------------------------------------------------------------------------------------
 
     def draw(self) -> PendingRelease:
@@ -291,7 +341,7 @@ class Loop:
         self.model.refuse_later_shards()
         if self.handed_out >= self.total:
             raise ExhaustedError(self.refusal())
-        drawn: PendingRelease = self._session.draw(self._slot)
+        drawn: PendingRelease = self._session.draw(self.plan.schedule.slot_at(self.handed_out).name)
         self.handed_out += 1
         return drawn
 

@@ -29,11 +29,13 @@ from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.objectives import Batch, RecordAdapter, public_loss
 from quietgrad.core.session.opening import Terms
-from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_loss
+from quietgrad.core.session.queries import Query
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import bytes_of
+from quietgrad.torch.networks.usable import uncompiled
 
 _LEADER = 0
 
@@ -188,9 +190,10 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, without what adds up its gradients over processes."""
+    """The module itself, as it was written, without what adds up its gradients over processes."""
+    module = uncompiled(module)
     while isinstance(module, DifferentiallyPrivateDistributedDataParallel | nn.parallel.DistributedDataParallel):
-        module = module.module
+        module = uncompiled(module.module)
     return module
 
 
@@ -220,11 +223,15 @@ class SharedSession(CentralSession):
 
     def _take_leaders_sample(self, drawn: PendingRelease) -> None:
         """Hold the share of the sample that the leader draws."""
-        whole = super()._batch(drawn) if is_leader() else None
-        number, indices, key = _told(None if whole is None else (drawn.number, whole.indices, whole.key))
-        if number != drawn.number:
+        whole, place = super()._batch(drawn) if is_leader() else None, self._place(drawn)
+        leaders, indices, key = _told(None if whole is None else (place, whole.indices, whole.key))
+        if leaders != place:
             raise BudgetError(_OTHER_SAMPLES)
         self._batches[drawn] = self.share(Batch(self._records, indices, key))
+
+    def _place(self, drawn: PendingRelease) -> int:
+        """A release's own number among those of all slots."""
+        return self.plan.schedule.place_of(drawn.slot, drawn.number)
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Tensor:
         """The noisy sum of the slot's next sample, over all shares."""
@@ -264,7 +271,7 @@ class SharedSession(CentralSession):
         """The exact sum of a sample over all processes; it leaves them with noise alone."""
         # Behind the sum: whether a share failed, and of which sample it is.
         share = torch.zeros(query.dim(self._records) + 3, dtype=torch.float64, device=self._device)
-        sums, place = share[:-3], float(drawn.number)
+        sums, place = share[:-3], float(self._place(drawn))
         failed: BaseException | None = None
         try:
             if self.leader_draws:
@@ -384,3 +391,8 @@ class _SumOfShares:
         self._is_used = True
         out = torch.as_tensor(out)  # of an array: its own memory
         out += self._total.to(out.device)
+
+
+def average_gradients(model: nn.Module) -> NoReturn:
+    """Not here: raises, with what to use."""
+    raise ValueError("average_gradients: the private loop adds up the gradients of all processes; leave it out.")

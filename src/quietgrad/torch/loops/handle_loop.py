@@ -85,8 +85,12 @@ from quietgrad.torch.networks.vectors import UnitAssignment
 class HandleLoop(Loop):
     """A loop whose own code makes the steps of handles, until its optimizer steps."""
 
-    def __init__(self, *args: Any, objective: ModuleObjective, warns: bool, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, objective: ModuleObjective, warns: bool, reduction: str | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        self._declared_reduction = reduction
+        self.follow_reduction(reduction or "mean")
         self.objective = objective
         self.sample: Sample | None = None  # the records in hand; None once they are released
         self.partial = False  # whether more pieces of the sample follow: a step then waits for them
@@ -117,6 +121,10 @@ class HandleLoop(Loop):
                 stacklevel=2,
             )
         super().rest_on_code()
+
+    def follow_reduction(self, reduction: str) -> None:
+        """Divide sums by the public size of a sample, or not, as a loss does; a declared reduction comes first."""
+        self.mean = (self._declared_reduction or reduction) == "mean"
 
     # --- samples ------------------------------------------------------------------------------------------------
 
@@ -211,7 +219,7 @@ class HandleLoop(Loop):
             values = partial(compute, place)
             if layout == "loss":
                 made.append(LossHandle.written(sample, node, form[0].detach().requires_grad_(), values))
-                self.mean = True
+                self.follow_reduction("mean")
             else:
                 made.append(Handle.written(sample, node, form[:, None] if node.squeezed else form, values))
         return refilled(outputs, iter(made))
@@ -373,7 +381,7 @@ class HandleLoop(Loop):
             drawn, pieces = self._drawn, self._pieces
             self._drawn, self._pieces, self.sample = None, [], None
             self._waiting = True
-            self.release(drawn, SampleQuery(self.objective, pieces, self.rule, self._examples))
+            self.release(drawn, SampleQuery(self.objective, pieces, self.rule_of(drawn), self._examples))
         return True
 
     def let_go_of_tensors(self) -> None:

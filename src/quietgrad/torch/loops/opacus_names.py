@@ -17,6 +17,12 @@ _NO_SAMPLES = (
 )
 
 
+_FIXED = (
+    "{0}: was planned, and paid for, before the first step, and cannot be set. For one that changes by epoch give "
+    "make_private {1}."
+)
+
+
 def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, param) for name, param in module.named_parameters() if param.requires_grad)
 
@@ -39,8 +45,10 @@ def of_model(module: nn.Module, name: str) -> Any:
         return lambda: _trained(module)
     if name in _NOTHING_TO_DO:
         return _nothing
-    if name in ("grad_sample", "get_grad_sample"):
+    if name in ("grad_sample", "get_grad_sample", *_OF_SAMPLES):
         raise ValueError(_NO_SAMPLES.format(name))
+    if name in _OF_HOOKS:
+        raise ValueError(f"{name}: {_OF_HOOKS[name]}.")
     raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
 
@@ -50,6 +58,19 @@ _NOTHING_TO_DO = frozenset({
 })  # fmt: skip
 
 
+_OF_SAMPLES = ("get_norm_sample", "per_sample_gradient_norms", "get_clipping_coef", "rearrange_grad_samples")
+_OF_HOOKS = {
+    "iterate_submodules": "it is plain torch: model.named_modules()",
+    "is_supported": "gradients of any layer are computed as they are; ModuleValidator.validate(model) says which "
+    "layers mix records",
+    "GRAD_SAMPLERS": "gradients of any layer are computed as they are, so there is no list of layers",
+    "NORM_SAMPLERS": "norms of any layer are computed as they are, so there is no list of layers",
+    "capture_activations_hook": "the model has no hooks; what records hold is not handed out",
+    "capture_backprops_hook": "the model has no hooks; what records hold is not handed out",
+    "log_module_gradient_sample_mode": "qt.explain(model, batch, loss) says how each parameter is made",
+}
+
+
 class OpacusOptimizer(Optimizer):
     """Opacus' attributes of a private optimizer."""
 
@@ -57,13 +78,21 @@ class OpacusOptimizer(Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise ÷ C. It cannot be set: noise that is chosen on the way may follow what was seen."""
-        return self._loop.plan.noise_multiplier
+        """Noise ÷ C of the step in hand. It cannot be set: noise chosen on the way may follow what was seen."""
+        return self._loop.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: object) -> None:
+        raise AttributeError(_FIXED.format("noise_multiplier", "noise_schedule=qt.ExponentialNoise(gamma=…)"))
 
     @property
     def max_grad_norm(self) -> float:
-        """C, which cannot be set either."""
+        """C of the step in hand, which cannot be set either."""
         return self._loop.clip
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: object) -> None:
+        raise AttributeError(_FIXED.format("max_grad_norm", "clip_schedule=qt.ExponentialGradClip(gamma=…)"))
 
     @property
     def expected_batch_size(self) -> float:
@@ -79,6 +108,16 @@ class OpacusOptimizer(Optimizer):
     def loss_reduction(self) -> str:
         """``"mean"`` or ``"sum"``: whether released sums are divided by the public size of a sample."""
         return "mean" if self._loop.mean else "sum"
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """A step releases one sample, whatever pieces it is cut into."""
+        return 1
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The trained parameters."""
+        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
 
     @property
     def secure_mode(self) -> bool:

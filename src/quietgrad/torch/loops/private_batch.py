@@ -8,6 +8,8 @@ its ε is conditional, because nothing checks what the loop's own code does with
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -32,6 +34,8 @@ from quietgrad.torch.networks.trees import (
     applied,
     like,
     mapped,
+    outline,
+    parts_of,
     refilled,
     tensors_of,
 )
@@ -117,7 +121,7 @@ class Sample:
         """The records themselves, read when a loop's own code wants to see them."""
         if self._groups is None:
             self._groups = self.loop.read(self)
-            if len({repr(_tensors_alone(mapped(group.record, lambda _: None))) for group in self._groups}) > 1:
+            if len({repr(outline(group.record)) for group in self._groups}) > 1:
                 raise DataError(
                     "collate_fn gives records of different structure: give all the same keys and parts."
                 )
@@ -189,12 +193,22 @@ class Sample:
         return np.arange(first, first + length)
 
 
-def _tensors_alone(value: PyTree) -> Any:
+def _tensors_alone(value: PyTree, above: tuple[int, ...] = ()) -> Any:
     """The structure of a record, with ``None`` for what is no tensor: a record's own text is not handed out."""
     if isinstance(value, dict):
-        return {key: _tensors_alone(item) for key, item in value.items()}
+        return {key: _tensors_alone(item, above) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return like(value, [_tensors_alone(item) for item in value])
+        return like(value, [_tensors_alone(item, above) for item in value])
+    if isinstance(value, UserDict):
+        emptied = copy.copy(value)
+        vars(emptied).update(dict.fromkeys(vars(emptied)))  # what a tokenizer keeps beside its data is text
+        emptied.data = {key: _tensors_alone(item, above) for key, item in value.items()}
+        return emptied
+    if id(value) not in above and (parts := parts_of(value)) is not None:
+        emptied = copy.copy(value)
+        for name, item in parts.items():
+            object.__setattr__(emptied, name, _tensors_alone(item, (*above, id(value))))
+        return emptied
     return value if isinstance(value, Tensor) else None
 
 
@@ -406,7 +420,7 @@ def plain(value: PyTree) -> Any:
 def written_loss(sample: Sample, node: Node, reduction: str, losses: Callable[[], list[RecordBlock]]) -> LossHandle:
     """The loss of a sample that is written down; ``losses`` computes the records' own, for a conditional loop."""
     if reduction != "none":
-        sample.loop.mean = reduction == "mean"
+        sample.loop.follow_reduction(reduction)
     form = torch.zeros(1 if reduction == "none" else (), requires_grad=True)
     return LossHandle.written(sample, node, form, lambda: reduced(sample, losses(), reduction))
 
@@ -420,7 +434,7 @@ def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHan
     if reduction == "none":
         whole: Tensor = together(parts)
         return LossHandle.of(sample, parts, lambda: whole)
-    sample.loop.mean = reduction == "mean"
+    sample.loop.follow_reduction(reduction)
     losses = torch.cat([part.values for part in parts])
     value: Tensor = applied(_Reduced, losses, reduction == "mean")
     return LossHandle.of(sample, [RecordBlock(np.arange(0), value)], lambda: value)

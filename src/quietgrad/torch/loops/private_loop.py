@@ -29,6 +29,7 @@ from quietgrad.core.session.session import PendingRelease
 from quietgrad.core.session.statement import Privacy
 from quietgrad.methods.callbacks import Callback, Progress, begin, together
 from quietgrad.methods.custom_loop import LoopSampling
+from quietgrad.methods.epoch_schedules import ClipSchedule, NoiseSchedule
 from quietgrad.methods.minimizing import counting, result_of
 from quietgrad.methods.result import over
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
@@ -183,6 +184,9 @@ class PrivateLoop(Loop):
         batch_size: the expected size of a sample; of people with ``person``.
         max_grad_norm: C, the L2 bound on what one record, or person, adds.
         clipping: as in :class:`quietgrad.DPSGD`: ``"flat"``, ``"automatic"``, ``"per-layer"``, or a rule.
+        noise_schedule: what the noise multiplier is multiplied by in each epoch, such as
+            ``qt.ExponentialNoise(gamma=0.97)``: part of the plan, and priced with it before the first step.
+        clip_schedule: likewise of C, such as ``qt.StepGradClip(step_size=5, gamma=0.5)``. It changes no ε.
         budget: the guarantee; the noise follows from it and from ``epochs`` or ``steps``.
         noise_multiplier: fixes the noise instead of ``budget``; ``delta`` and ``relation`` say what :attr:`privacy`
             is about.
@@ -224,6 +228,8 @@ class PrivateLoop(Loop):
         batch_size: int,
         max_grad_norm: float,
         clipping: ClippingName | Clipping = "flat",
+        noise_schedule: NoiseSchedule | None = None,
+        clip_schedule: ClipSchedule | None = None,
         optimizer: Optimizer | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
@@ -271,7 +277,8 @@ class PrivateLoop(Loop):
             delta=delta if budget is None else budget.delta, noise_multiplier=noise_multiplier,
             relation=relation if budget is None else budget.relation, epochs=epochs, steps=steps,
             sampling=sampling, n_public=n_public, ledger=ledger, account=account,
-            cap=cap, seed=seed, clipping=read_clipping(clipping), curator=ShardedCurator if sharded else
+            cap=cap, seed=seed, clipping=read_clipping(clipping), noise_schedule=noise_schedule,
+            clip_schedule=clip_schedule, curator=ShardedCurator if sharded else
             SharedCurator, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         )  # fmt: skip
         records = read_by_all(lambda: read_stream(data, n_public, terms.relation))
@@ -454,7 +461,7 @@ class PrivateLoop(Loop):
             )
         drawn, batch._drawn = batch._drawn, None
         with self.whole():
-            return self.release(drawn, GradientQuery(self.point(), self.clip, self.clipping))
+            return self.release(drawn, GradientQuery(self.point(), self.rule_of(drawn).clip, self.clipping))
 
     def step(self, batch: PrivateBatch) -> None:
         """:meth:`backward`, ``optimizer.step()`` and ``optimizer.zero_grad()``."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from quietgrad.core.session.curator import CentralSession
-from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.loops.distributed import SharedCurator, SharedSession, while_all_are_there
 from quietgrad.torch.networks.records import Examples
 

@@ -25,13 +25,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quietgrad.core.errors import BudgetError, DataError
-from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import Batch
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.one_record import Pass
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import RecordGroup
-from quietgrad.torch.networks.trees import Args, Called, Kwargs, Options, PyTree, mapped, refilled, tensors_of
+from quietgrad.torch.networks.trees import (
+    Args,
+    Called,
+    Kwargs,
+    Options,
+    PyTree,
+    mapped,
+    outline,
+    refilled,
+    tensors_of,
+)
 from quietgrad.torch.networks.vectors import UnitAssignment
 
 
@@ -126,12 +137,10 @@ def _structure(given: PyTree) -> str:
 
     def form(value: PyTree) -> Any:
         if isinstance(value, Mapping):
-            return {key: form(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return [form(item) for item in value]
+            return {key: outline(item, form) for key, item in value.items()}
         return value if isinstance(value, bool | str | None) else type(value).__name__
 
-    return repr(form(given))
+    return repr(outline(given, form))
 
 
 class StepProgram:

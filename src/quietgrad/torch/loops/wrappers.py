@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
@@ -37,6 +38,7 @@ from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.loops.whole_module import is_shard
 from quietgrad.torch.networks.trees import Args, Kwargs, ModuleState, mapped
 
+log = logging.getLogger("quietgrad")
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 _OWN = ("_module", "_loop")
 _COMPILED = (
@@ -102,6 +104,10 @@ class PrivateModule(nn.Module):
         _refuse_assign(args, kwargs)
         return self._module.load_state_dict(*args, **kwargs)
 
+    def compile(self, *_: object, **__: object) -> None:
+        """Leave the model as it is, which a line of the log says."""
+        log.warning(_COMPILED)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and what came back to the records in hand."""
         self._loop.clear()
@@ -134,6 +140,10 @@ class PrivateInPlace(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return of_model(self, name)
+
+    def compile(self, *_: object, **__: object) -> None:
+        """Leave the model as it is, which a line of the log says."""
+        log.warning(_COMPILED)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and what came back to the records in hand."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
-from quietgrad.core.session.queries import ClippingRule
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.torch.networks.gradients import (
     GRADIENT,
     Collector,

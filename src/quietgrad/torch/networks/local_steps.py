@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, vmap
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.session.queries import Batch, Indices, Regularizer
+from quietgrad.core.session.objectives import Batch, Indices, Regularizer
 from quietgrad.tables.privacy_units import GroupIndex
 from quietgrad.tables.queries.local_update import LocalBatches, LocalTraining
 from quietgrad.torch.networks.one_record import RecordProgram, in_passes, is_out_of_memory

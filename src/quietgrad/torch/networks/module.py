@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quietgrad.core.session.queries import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
-from quietgrad.core.session.queries import Batch as ReleaseBatch
+from quietgrad.core.session.contributions import ClippingRule
+from quietgrad.core.session.objectives import BaseObjective, Indices, NoRegularizer, Regularizer
+from quietgrad.core.session.objectives import Batch as ReleaseBatch
 from quietgrad.tables.privacy_units import GroupIndex
 from quietgrad.tables.queries.local_update import LocalTraining
 from quietgrad.torch.networks.engine import PerExampleEngine
@@ -34,7 +35,7 @@ from quietgrad.torch.networks.records import (
     examples_of,
 )
 from quietgrad.torch.networks.trees import ModuleState, mapped, name_of
-from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
+from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept, uncompiled, warn_of_divided_weights
 from quietgrad.torch.networks.vectors import UnitAssignment
 
 _MOST_AT_ONCE = 1024  # examples per pass unless micro_batch says otherwise
@@ -77,6 +78,7 @@ class ModuleObjective(BaseObjective):
             raise ValueError(f"views={views!r}: must be a whole number ≥ 1.")
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None.")
+        warn_of_divided_weights(loss)
         self.pad = as_padding(pad)
         self.micro_batch = micro_batch or _MOST_AT_ONCE
         self.engine = PerExampleEngine(
@@ -256,7 +258,7 @@ def objective(
     (torch.Size([8]), True)
     """
     return ModuleObjective(
-        module, loss, pad=pad, regularizer=regularizer, collate_fn=collate_fn, micro_batch=micro_batch,
+        uncompiled(module), loss, pad=pad, regularizer=regularizer, collate_fn=collate_fn, micro_batch=micro_batch,
         memory_budget=memory_budget, views=views,
     )  # fmt: skip
 

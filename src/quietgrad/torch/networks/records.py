@@ -6,6 +6,7 @@ same are stacked and run together, so that no record's shape changes what is com
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import struct
@@ -23,7 +24,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 
 from quietgrad.core.errors import DataError
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved, seed_generators
-from quietgrad.torch.networks.trees import PyTree, like, mapped, refilled, tensors_of
+from quietgrad.torch.networks.trees import PyTree, mapped, mapped_leaves, outline, refilled, tensors_of
 
 Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]
@@ -89,8 +90,10 @@ class Padding:
             return record
         size = self.length if isinstance(self.length, int) else -(-own // self.length.of) * self.length.of
         if isinstance(record, dict | UserDict):
-            values = {name: self.values.get(name, self.value) for name in record}
-            return {name: self._item(item, own, size, values[name]) for name, item in record.items()}
+            filled = copy.copy(record)
+            for name, item in record.items():
+                filled[name] = self._item(item, own, size, self.values.get(name, self.value))
+            return filled
         if isinstance(record, tuple | list) and len(record) > 1:
             inputs = [self._item(part, own, size, self.value) for part in record[:-1]]
             return (*inputs, self._item(record[-1], own, size, None))
@@ -276,13 +279,21 @@ def _one(data: _MapStyle, index: int, collate: Collate, pad: Padding | None) -> 
 
 
 def _numbers_to_tensors(batch: PyTree) -> Any:
-    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
-        return torch.as_tensor(batch)
-    if isinstance(batch, dict | UserDict):
-        return {key: _numbers_to_tensors(item) for key, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return like(batch, [_numbers_to_tensors(item) for item in batch])
-    return batch
+    return mapped_leaves(_data_alone(batch), _number_to_tensor)
+
+
+def _number_to_tensor(value: object) -> object:
+    is_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return torch.as_tensor(value) if is_numbers else value
+
+
+def _data_alone(batch: PyTree) -> Any:
+    """A ``UserDict`` (a tokenizer's ``BatchEncoding``) without what it keeps besides its data: that is text."""
+    if not isinstance(batch, UserDict):
+        return batch
+    made = copy.copy(batch)
+    vars(made).update({name: None for name in vars(made) if name != "data"})
+    return made
 
 
 def _constants(value: PyTree) -> Any:
@@ -290,18 +301,20 @@ def _constants(value: PyTree) -> Any:
 
     ``1 == True == 1.0`` and ``0.0 == -0.0``, and an object's own ``==`` may leave something out.
     """
+    return outline(value, _constant)
+
+
+def _constant(value: object) -> Any:
     if isinstance(value, Tensor):
         return ...
-    if type(value) in (dict, tuple, list):
-        items = value.items() if isinstance(value, dict) else value
-        return type(value), tuple(_constants(item) for item in items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value), tuple(_constants(item) for item in value)
     if value is None or type(value) in (bool, int, str, bytes):
         return type(value), value
     if type(value) is float:
         return type(value), value.hex() if value == value else struct.pack("d", value)
-    return type(value), pickle.dumps(value)  # whole: what repr leaves out of a long array may differ
+    try:
+        return type(value), pickle.dumps(value)  # whole: what repr leaves out of a long array may differ
+    except Exception:
+        return object()  # what cannot be compared is like no other: its record runs alone
 
 
 def refuse_repeated_records(data: object) -> None:

@@ -1,21 +1,24 @@
-"""Nested tuples, lists, dictionaries and dataclasses of tensors: what models take and return."""
+"""Nested tuples, lists, dictionaries, dataclasses and plain objects of tensors: what models take and return."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from enum import Enum
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.autograd import Function
 
-PyTree = (
-    Any  # nested tuples, lists, dictionaries and dataclasses of tensors: a record, a model's arguments or outputs
-)
+from quietgrad.torch.networks.object_kinds import is_installed, slots_of
+
+PyTree = Any  # nested tuples, lists, dictionaries and objects of tensors: a record, a model's arguments or outputs
 Called = Callable[..., Any]  # a function of torch, as a mode sees it, and what it is given
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -23,40 +26,53 @@ Options = Kwargs | None
 
 
 def tensors_of(value: PyTree) -> list[Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, in order."""
+    return _tensors_of(value, ())
+
+
+def _tensors_of(value: PyTree, above: tuple[int, ...]) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict | UserDict):
         value = value.values()
-    elif _is_dataclass(value):
-        value = _fields(value).values()
+    elif (parts := parts_of(value)) is not None:
+        if id(value) in above:  # it refers to itself
+            return []
+        value, above = parts.values(), (*above, id(value))
     elif not isinstance(value, tuple | list):
         return []
-    return [tensor for item in value for tensor in tensors_of(item)]
+    return [tensor for item in value for tensor in _tensors_of(item, above)]
 
 
 def mapped(value: PyTree, change: Callable[[Tensor], object]) -> PyTree:
     """The same structure, of the same types, with every tensor that :func:`tensors_of` finds changed."""
+    return mapped_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def mapped_leaves(value: PyTree, change: Callable[[Any], object], above: tuple[int, ...] = ()) -> PyTree:
+    """The same structure with everything changed that has no parts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict | UserDict):
         if type(value) is dict:
-            return {key: mapped(item, change) for key, item in value.items()}
+            return {key: mapped_leaves(item, change, above) for key, item in value.items()}
         filled = copy.copy(value)
         for key, item in value.items():
-            filled[key] = mapped(item, change)
+            filled[key] = mapped_leaves(item, change, above)
         for name, held in getattr(filled, "__dict__", {}).items():  # the same item, kept as an attribute as well
             if name in value and held is value[name]:
                 filled.__dict__[name] = filled[name]
         return filled
-    if _is_dataclass(value):
+    parts = parts_of(value)
+    if parts is not None and id(value) not in above:
         filled = copy.copy(value)
-        for name, item in _fields(value).items():
-            object.__setattr__(filled, name, mapped(item, change))  # a frozen one too
+        for name, item in parts.items():
+            # a frozen one too
+            object.__setattr__(filled, name, mapped_leaves(item, change, (*above, id(value))))
         return filled
     if isinstance(value, tuple | list):
-        return like(value, [mapped(item, change) for item in value])
-    return value
+        return like(value, [mapped_leaves(item, change, above) for item in value])
+    return change(value)
 
 
 def like(value: PyTree, items: list[Any]) -> PyTree:
@@ -68,12 +84,62 @@ def refilled(value: PyTree, tensors: Iterator[object]) -> PyTree:
     return mapped(value, lambda _: next(tensors))
 
 
-def _is_dataclass(value: PyTree) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def parts_of(value: PyTree) -> dict[str, Any] | None:
+    """The parts of a dataclass or of a plain object by name, and ``None`` for anything else.
+
+    Plain objects are those of a user's own class, such as a batch with attributes, and of ``SimpleNamespace``.
+
+    >>> from types import SimpleNamespace
+    >>> parts_of(SimpleNamespace(y=1, x=2)), parts_of(3)
+    ({'x': 2, 'y': 1}, None)
+    """
+    cls: Any = type(value)
+    fields: dict[str, Any] = {}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        if isinstance(value, nn.Module):
+            return fields
+    elif not _is_plain(cls):
+        return None
+    held = {**getattr(value, "__dict__", {})}
+    held |= {slot.__name__: getattr(value, slot.__name__) for slot in slots_of(cls) if _has(value, slot)}
+    # Attributes have a fixed order, whatever the one in which they were set.
+    return fields | {name: held[name] for name in sorted(held) if name not in fields}
 
 
-def _fields(value: PyTree) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+def _has(value: object, slot: Any) -> bool:
+    return slot.__name__ not in ("__dict__", "__weakref__") and hasattr(value, slot.__name__)
+
+
+def outline(value: PyTree, leaf: Callable[[Any], Any] = lambda _: None, above: tuple[int, ...] = ()) -> Any:
+    """The names and kinds of parts, and ``leaf`` of what has none; an object within itself is a leaf."""
+    if isinstance(value, dict | UserDict | tuple | list):
+        items = value.items() if isinstance(value, dict | UserDict) else enumerate(value)
+        beside = {name: held for name, held in getattr(value, "__dict__", {}).items() if name != "data"}
+        made = tuple((key, outline(item, leaf, above)) for key, item in items)
+        # Attributes of a subclass are not among its parts.
+        return type(value), made, leaf(beside) if beside else None
+    if id(value) in above:
+        return "itself"
+    parts = parts_of(value)
+    if parts is None:
+        return leaf(value)
+    return type(value), tuple((key, outline(item, leaf, (*above, id(value)))) for key, item in parts.items())
+
+
+@functools.cache
+def _is_plain(cls: Any) -> bool:
+    if cls is SimpleNamespace:
+        return True
+    bases = [base for base in cls.__mro__ if base is not object and base.__module__ not in ("abc", "typing")]
+    own = bool(bases) and not any(is_installed(base.__module__) for base in bases)
+    return own and not issubclass(cls, _OTHER) and not any("__call__" in vars(base) for base in bases)
+
+
+_OTHER: tuple[type, ...] = (
+    nn.Module, Tensor, dict, UserDict, list, tuple, set, frozenset, str, bytes, int, float, complex, BaseException,
+    type, np.ndarray, Enum, Iterator,
+)  # fmt: skip
 
 
 class ModuleState:

@@ -7,6 +7,8 @@ loss(model, *record)      with the model itself; loss(model, **record) or loss(m
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from quietgrad.core.errors import DataError
 from quietgrad.torch.networks.trees import PyTree
+
+log = logging.getLogger("quietgrad")
 
 LossFunction = Callable[..., Tensor]
 Errors = Literal["zero", "raise"]  # what an exception of model or loss on one record does
@@ -81,7 +85,9 @@ class RecordLoss:
         if self._of_model:
             if named:
                 return self.loss(self.module, record) if self._whole else self.loss(self.module, **record)
-            return self.loss(self.module, *(record if isinstance(record, tuple | list) else (record,)))
+            # loss(model, batch) takes a record of several parts whole.
+            several = isinstance(record, tuple | list) and not (self._whole and len(record) > 1)
+            return self.loss(self.module, *(record if several else (record,)))
         if named:
             named_inputs = dict(record)
             name = next((name for name in _TARGETS if name in named_inputs), None)
@@ -105,6 +111,23 @@ class RecordLoss:
         return self.loss(self.module(*inputs), target)
 
 
+def warn_of_divided_weights(loss: object) -> None:
+    """Warn of class weights that have no effect: a mean over one record's label divides its weight out again.
+
+    >>> warn_of_divided_weights(nn.CrossEntropyLoss(weight=torch.ones(2), reduction="sum"))
+    """
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    if loss.reduction == "mean" and loss.weight is not None:
+        warnings.warn(
+            f"{type(loss).__name__}(weight=...): torch's mean divides by the weights of the batch, which is one "
+            "record here, so a record with one label loses its weight. Write reduction='sum' (with make_private "
+            "also loss_reduction='mean'): a record then counts by its class's weight, and sums are divided by the "
+            "public size of a sample.",
+            stacklevel=4,
+        )
+
+
 @contextmanager
 def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
     """Put the module into one mode, and restore each layer's mode afterwards.
@@ -119,6 +142,34 @@ def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module as it was written: ``torch.compile`` is taken off it, and a line of the log says so.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 2))
+    >>> layers[0].compile()
+    >>> uncompiled(layers)[0]._compiled_call_impl is None
+    True
+    """
+    made_plain = []
+    while "_orig_mod" in module._modules:
+        module, made_plain = module._modules["_orig_mod"], ["the module"]  # type: ignore[assignment]
+    for name, layer in list(module.named_modules()):
+        if layer._compiled_call_impl is not None:
+            layer._compiled_call_impl = None
+            made_plain.append(f"layer {name!r}" if name else "the module")
+        for child, held in list(layer._modules.items()):
+            while held is not None and "_orig_mod" in held._modules:
+                held = layer._modules[child] = held._modules["_orig_mod"]
+                made_plain.append(f"layer {f'{name}.{child}'.lstrip('.')!r}")
+    if made_plain:
+        log.warning(
+            "torch.compile was taken off %s: records' gradients are made of its layers as they were written. "
+            "Compile the trained module again to predict with it.",
+            ", ".join(dict.fromkeys(made_plain)),
+        )
+    return module
 
 
 def refuse_unusable_modules(module: nn.Module) -> None:

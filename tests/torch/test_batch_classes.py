@@ -1,0 +1,310 @@
+"""Batches that are of any class: each record's gradient is its own, and nothing but tensors is handed out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.core.errors import BudgetError
+from quietgrad.torch.networks.records import _constants
+from quietgrad.torch.networks.trees import mapped, outline, parts_of, tensors_of
+from tests.torch.loops import network, table
+
+Named = namedtuple("Named", "x y")
+
+
+@dataclasses.dataclass
+class Data:
+    x: Tensor
+    y: Tensor
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+
+
+class Own:
+    """A batch as scripts write one: attributes, and ``to``."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.y, self.x = y, x
+        self.text = f"record {x.sum()}"
+        self.nested = SimpleNamespace(x=x, of=self)
+
+    def to(self, device: str) -> Own:
+        moved = object.__new__(Own)
+        moved.__dict__ = {**self.__dict__, "x": self.x.to(device), "y": self.y.to(device)}
+        return moved
+
+
+class Tokens(UserDict):  # type: ignore[type-arg]
+    """What a tokenizer makes: data, and the text beside it."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.encodings = [f"text of {data['x'].sum()}"]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: str) -> Tokens:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+def _local() -> Any:
+    class Local:
+        def __init__(self, x: Tensor, y: Tensor) -> None:
+            self.x, self.y, self.unpicklable = x, y, lambda: x
+
+    return Local
+
+
+CLASSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dataclass": lambda x, y: Data(x, y, f"record {x.sum()}"),
+    "frozen dataclass with slots": Frozen,
+    "named tuple": Named,
+    "dictionary": lambda x, y: {"x": x, "y": y, "text": f"record {x.sum()}"},
+    "ordered dictionary": lambda x, y: OrderedDict(x=x, y=y),
+    "user dictionary": lambda x, y: Tokens({"x": x, "y": y}),
+    "namespace": lambda x, y: SimpleNamespace(x=x, y=y),
+    "own class": Own,
+    "local class": _local(),
+    "arrays in a dataclass": lambda x, y: Data(x.numpy(), y.numpy()),  # type: ignore[arg-type]
+}
+
+
+def part(batch: Any, name: str) -> Any:
+    return batch[name] if isinstance(batch, dict | UserDict) else getattr(batch, name)
+
+
+def collate(make: Callable[[Tensor, Tensor], Any]) -> Callable[[list[Any]], Any]:
+    return lambda rows: make(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+
+class Taking(nn.Module):
+    """A module that takes the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, batch: Any) -> Any:
+        return self.net(part(batch, "x"))
+
+
+def expected(model: nn.Module, places: Any, clip: float = 0.5) -> list[Tensor]:
+    """The clipped mean by autograd on each record alone."""
+    params = list(model.parameters())
+    sums = [torch.zeros_like(param) for param in params]
+    for place in places:
+        x, y = table()[int(place)]
+        grads = torch.autograd.grad(F.cross_entropy(network_of(model)(x[None]), y[None]), params)
+        norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad * min(1.0, clip / norm) / 15
+    return sums
+
+
+def network_of(model: Any) -> Any:
+    return model.net if isinstance(model, Taking) else model
+
+
+@pytest.mark.filterwarnings("ignore:seed=")
+@pytest.mark.parametrize("whole", [False, True], ids=["its tensors", "the batch"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_verbs_take_a_batch_of_a_class_and_hand_out_tensors_alone(name: str, whole: bool) -> None:
+    model: Any = Taking() if whole else network()
+    made, optimizer, loader, criterion = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(table(), batch_size=15, collate_fn=collate(CLASSES[name])), max_grad_norm=0.5,
+        noise_multiplier=1e-7, n_public=60, epochs=1, seed=3,
+    )  # fmt: skip
+    steps = 0
+    for given in loader:
+        batch = given.to("cpu") if hasattr(given, "to") else given
+        if name in ("dataclass", "own class", "user dictionary", "namespace", "named tuple"):
+            assert type(batch) is type(CLASSES[name](*table()[:2]))
+        assert getattr(given, "text", None) is None
+        assert not getattr(given, "encodings", None)
+        optimizer.zero_grad()
+        criterion(made(batch if whole else part(batch, "x")), part(batch, "y")).backward()
+        want = expected(model, loader.loop.sample.keys.indices)
+        optimizer.step()
+        for param, value in zip(model.parameters(), want, strict=True):
+            torch.testing.assert_close(param.grad, value, rtol=1e-4, atol=1e-6)
+        steps += 1
+    assert (steps, loader.privacy.condition) == (4, None)
+
+
+@pytest.mark.filterwarnings("ignore:seed=")
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_loss_of_model_and_batch_takes_any_class(name: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(part(batch, "x")), part(batch, "y"))
+
+    model = network()
+    loop = qt.PrivateLoop(
+        model, loss, table(), steps=2, batch_size=15, max_grad_norm=0.5, noise_multiplier=1e-7, n_public=60, seed=3,
+        collate_fn=collate(CLASSES[name]),
+    )  # fmt: skip
+    for batch in loop:
+        model.zero_grad()
+        want = expected(model, loop._session.batch(batch._drawn).indices)  # type: ignore[arg-type]
+        loop.backward(batch)
+        for param, value in zip(model.parameters(), want, strict=True):
+            torch.testing.assert_close(param.grad, value, rtol=1e-4, atol=1e-6)
+
+
+def test_records_of_one_class_and_one_shape_run_together() -> None:
+    """What a dataclass or an object holds besides tensors decides, and not the tensors' values."""
+    first, second = (Data(torch.full((1, 2), value), torch.zeros(1)) for value in (1.0, 2.0))
+    assert _constants(first) == _constants(second)
+    assert _constants(first) != _constants(dataclasses.replace(second, text="other"))
+    assert _constants(SimpleNamespace(x=first.x, n=1)) != _constants(SimpleNamespace(x=first.x, n=True))
+    assert _constants(lambda: 0) != _constants(lambda: 0)
+    kinds = [OrderedDict(x=first.x) for _ in range(2)]
+    assert _constants(kinds[0]) == _constants(kinds[1])
+    for weight, each in enumerate(kinds):
+        each.weight = torch.tensor(weight)  # type: ignore[attr-defined]
+    assert _constants(kinds[0]) != _constants(kinds[1])  # such a tensor is no part that is stacked
+
+
+def test_parts_of_objects() -> None:
+    own = Own(torch.ones(1, 2), torch.zeros(1))
+    own.itself = own  # type: ignore[attr-defined]
+    assert len(tensors_of(own)) == 3  # x, y, and the x of the nested one
+    doubled = mapped(own, lambda tensor: 2 * tensor)
+    assert float(doubled.nested.x.sum()) == 4.0
+    assert float(own.x.sum()) == 2.0
+    assert doubled.text == own.text
+    assert "record" not in repr(outline(own))
+    for value in (nn.Linear(1, 1), torch.ones(1), "text", [1], {1: 2}, len, Own, logging.getLogger()):
+        assert parts_of(value) is None
+
+
+# --- what a script may do to its module before --------------------------------------------------------------------
+
+compiled: Any = torch.compile
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    made: nn.Module = compiled(model, backend="eager")
+    return made
+
+
+def _layer(model: Any) -> nn.Module:
+    model[0] = compiled(model[0], backend="eager")
+    return nn.Sequential(model)
+
+
+def _in_place(model: Any) -> nn.Module:
+    model.compile(backend="eager")
+    model[2].compile(backend="eager")
+    return nn.Sequential(model)
+
+
+@pytest.mark.filterwarnings("ignore:seed=")
+@pytest.mark.parametrize("compile_", [_whole, _layer, _in_place])
+@pytest.mark.parametrize("way", ["verbs", "loop", "fit"])
+def test_a_compiled_module_is_trained_as_it_was_written(
+    way: str, compile_: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same seed gives the same parameters as the module that was never compiled, and a line says so."""
+
+    def trained(model: nn.Module) -> Tensor:
+        params = list(model.parameters())
+        optimizer: Any = torch.optim.SGD(params, lr=0.1)
+        if way == "fit":
+            algorithm = qg.DPSGD(steps=3, batch_size=15)
+            qt.fit(
+                model, nn.CrossEntropyLoss(), table(), algorithm, budget=qg.Budget(4.0, 1e-5), n_public=60, seed=3
+            )
+        elif way == "loop":
+            loop = qt.PrivateLoop(
+                model, nn.CrossEntropyLoss(), table(), optimizer=optimizer, batch_size=15, steps=3,
+                max_grad_norm=1.0, noise_multiplier=1.0, n_public=60, seed=3,
+            )  # fmt: skip
+            for batch in loop:
+                loop.step(batch)
+        else:
+            made, optimizer, loader, criterion = qt.make_private(
+                module=model, optimizer=optimizer, data_loader=DataLoader(table(), batch_size=15), seed=3,
+                max_grad_norm=1.0, noise_multiplier=1.0, n_public=60, epochs=1, criterion=nn.CrossEntropyLoss(),
+            )  # fmt: skip
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(made(x), y).backward()
+                optimizer.step()
+            assert loader.privacy.condition is None
+        return torch.cat([param.detach().flatten() for param in params])
+
+    plain = trained(network())
+    with caplog.at_level(logging.WARNING, logger="quietgrad"):
+        assert torch.equal(trained(compile_(network())), plain)
+    assert "torch.compile was taken off" in caplog.text
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiling_the_private_model_changes_nothing_and_says_so(
+    in_place: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    made, optimizer, loader, criterion = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(table(), batch_size=15), max_grad_norm=1.0, noise_multiplier=1.0, n_public=60,
+        epochs=1, wrap_model=not in_place,
+    )  # fmt: skip
+    made.compile()
+    assert "Train with the private model as it is" in caplog.text
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(made(x), y).backward()
+        optimizer.step()
+    assert loader.privacy.condition is None
+
+
+def test_layers_that_are_unfrozen_later_need_a_new_plan() -> None:
+    model: Any = network()
+    model[0].requires_grad_(False)
+
+    def private() -> Any:
+        return qt.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(TensorDataset(*table()[:]), batch_size=15), max_grad_norm=1.0,
+            noise_multiplier=1.0, n_public=60, epochs=1,
+        )  # fmt: skip
+
+    made, optimizer, loader, criterion = private()
+    x, y = next(iter(loader))
+    criterion(made(x), y).backward()
+    optimizer.step()
+    assert [param.grad is None for param in model.parameters()] == [True, True, False, False]
+    model[0].requires_grad_(True)
+    x, y = next(iter(loader))
+    with pytest.raises(BudgetError, match=r"'0\.bias' was frozen, unfrozen.*then make the loop"):
+        made(x)
+    made, optimizer, loader, criterion = private()
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(made(x), y).backward()
+        optimizer.step()
+    assert all(param.grad is not None for param in model.parameters())
