@@ -90,7 +90,7 @@ def _exhibits(app: Any, name: str, source: list[str]) -> None:
     )
 
 
-_OPTION = re.compile(r'<span class="pre">(\[?--[\w-]{1,24}\]?)</span>')
+_OPTION = re.compile(r'<span class="pre">(\[?--?[\w-]{1,24}\]?)</span>')
 
 
 def _options(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -607,10 +607,10 @@ run. δ = 10⁻⁵ unless a row says otherwise. More detail: [tables and rivals]
 ## Models that users train
 
 A private step ÷ a plain SGD step. Models are small random configurations with 110 000 to 660 000 parameters
-(ResNet-18: 11 million), one thread, CPU time. Images are 64 × 64, texts have 48 tokens. Noise and sums cost the
-same per parameter, so smaller batches and inputs and larger models cost relatively more. Two runs on one machine differ by up to a
-fifth. Texts of different lengths take different branches of a model, so that a step of theirs is several smaller passes;
-ResNet-18 pays for the noise of 11 million numbers. Opacus draws its noise by torch.randn, which is cheaper and not
+(ResNet-18: 11 million), one thread, CPU time. Images are 64 × 64, texts have 48 tokens. **The batch size matters.** Noise and
+sums cost the same per parameter, so smaller batches, smaller inputs and larger models cost relatively more. Two runs on one
+machine differ by up to a fifth. Texts of different lengths take different branches of a model, so their step is several smaller
+passes. ResNet-18 draws noise for 11 million numbers. Opacus draws its noise by torch.randn, which is cheaper and not
 cryptographic.
 
 {network_costs.zoo(read, grid, file)}
@@ -627,10 +627,10 @@ Peak memory of a whole step over a plain SGD step's, each in a process of its ow
 - Below 5000 rows with small ε, and under replace-one, tuned DP-SGD is ahead ([tables](benchmarks-tables.md)).
 - On ijcnn1 with a nonconvex regulariser, tuned DP-SGD beats the default.
 - DP-SRM beats DP-SGD only where its clipping makes it nearly the same method.
-- One table of counts alone has {counts_noise()} more noise than discrete Laplace noise, OpenDP's, has at ε = 1:
-  quietgrad's Laplace noise is continuous, which is 4 %, and the private number of records takes 1 % of ε ({file("groups")}).
-- Means of heavy tails without declared bounds: the range that is found cuts the tail, and the interval is for the
-  mean after this cut.
+- One table of counts alone has {counts_noise()} more noise at ε = 1 than OpenDP's discrete Laplace noise. quietgrad's
+  Laplace noise is continuous, which is 4 %, and the private number of records takes 1 % of ε ({file("groups")}).
+- Means of heavy tails without declared bounds: the range that is found cuts the tail. The interval is for the mean
+  after this cut.
 {chr(10).join(f"- {sentence}" for sentence in network_costs.losses(read, file))}
 
 ```{{toctree}}

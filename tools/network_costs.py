@@ -115,7 +115,7 @@ def losses(read: Read, file: Callable[[str], str]) -> Iterator[str]:
         for name, words in SMALL.items():
             ratio, most = small[name]["ratio_to_sgd"][method], float(words[place])
             if round(ratio, 2) > most:
-                slow.append(f"{words[0]} {method.upper()} {ratio:.2f} ({most:.1f})")
+                slow.append(f"{words[0]} at B = {small[name]['batch']} {method.upper()} {ratio:.2f} ({most:.1f})")
     yield f"Small networks above their goal: {_listed(slow)} ({file('torch_steps')})."
     cheaper = [
         f"{name} {found['opacus']:.2f} (here {found['dp-sgd']:.2f})"
@@ -123,8 +123,9 @@ def losses(read: Read, file: Callable[[str], str]) -> Iterator[str]:
         for name, found in shown.models.items()
         if found["opacus"] is not None and found["opacus"] < found["dp-sgd"]
     ]
+    sizes = " and ".join(sorted({f"{shown.batch}" for shown in (whole, lora)}))
     yield (
-        f"Opacus' step is the cheaper one, with noise of torch.randn: {_listed(cheaper)} ({', '.join(sorted({file(whole.name), file(lora.name)}))})."
+        f"Opacus' step is the cheaper one at batches of {sizes}, with noise of torch.randn: {_listed(cheaper)} ({', '.join(sorted({file(whole.name), file(lora.name)}))})."
     )
     held = read("memory_steps")["models"]
     much, more = [], []

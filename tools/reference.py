@@ -255,9 +255,9 @@ def index() -> str:
 
 
 TRUST_SEES = {
-    "curator": "the coordinator: each party's exact sums",
-    "secure": "no role: a sum without noise",
-    "local": "the coordinator: each party's noisy sums; no role an exact one",
+    "curator": "the coordinator sees each party's exact sums",
+    "secure": "no role sees a sum without noise",
+    "local": "the coordinator sees each party's noisy sums, and no role an exact sum",
 }
 TRUST_HOLDS = {
     "curator": "all but the coordinator",

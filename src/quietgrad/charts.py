@@ -145,7 +145,10 @@ class Intervals:
         high = max([*base, *(row[3] for row in self.rows)])
         ticks = nice_ticks(low, high, whole=self.written is not None)
         written = self.written or _number
-        x_at = _scale(ticks[0], ticks[-1], _NAMES, _WIDTH - 14)
+        names = [sanitize(row[0], most=22) for row in self.rows]
+        # Room for the names, and on the left for half the first tick's label.
+        start = min(_NAMES, max(12.0 + _LETTER * max(map(len, names)), _LETTER * len(written(ticks[0])) / 2.0))
+        x_at = _scale(ticks[0], ticks[-1], start, _WIDTH - 14)
         bottom = 8 + _ROW * len(self.rows)
         parts = []
         for tick in ticks:
@@ -159,7 +162,7 @@ class Intervals:
             y = 8 + k * _ROW + _ROW / 2
             parts.append(f'<line class="line s0" x1="{x_at(below):.1f}" x2="{x_at(above):.1f}" y1="{y}" y2="{y}"/>')
             parts.append(f'<circle class="f0" cx="{x_at(value):.1f}" cy="{y}" r="4"/>')
-            parts.append(_text("tick", _NAMES - 8, y + 4, "end", sanitize(name, most=22)))
+            parts.append(_text("tick", start - 8, y + 4, "end", names[k]))
             ends = [self.written(x) if self.written else f"{x:.3g}" for x in (value, below, above)]
             words.append(f"{name}: {ends[0]} ({ends[1]} to {ends[2]})")
         parts.append(_text("axis-label", _WIDTH - 14, bottom + 34, "end", self.label))

@@ -103,7 +103,7 @@ def test_a_run_on_people_resumes_bit_for_bit_and_with_the_same_settings_only(tmp
         qg.minimize(LOSS, (X, y), method, budget=BUDGET, callback=stop, **kept, **settings)
     wrong: list[dict[str, Any]] = [{"person": None, "records_per_person": None}, {"records_per_person": 3}]
     for change in wrong:
-        with pytest.raises(DataError, match="with the same person= or party="):
+        with pytest.raises(DataError, match="started with another person= or party="):
             qg.resume(LOSS, (X, y), method, **{**settings, **change})
     result = qg.resume(LOSS, (X, y), method, **settings)
     assert result.privacy.unit == "person"

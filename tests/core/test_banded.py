@@ -317,9 +317,9 @@ def test_refusals(settings: dict[str, Any], sentence: str) -> None:
 def test_bands_stand_alone_and_without_coins_cost_every_turn() -> None:
     slot = Slot("a", CyclicPoisson(4, 0.2), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     for others in ((Slot("b", FullBatch(), 3),), (replace(slot, name="b"),)):
-        with pytest.raises(ValueError, match="one slot of a run"):
+        with pytest.raises(ValueError, match="all its releases in one slot"):
             Schedule((slot, *others))
-    with pytest.raises(ValueError, match="one slot of a run"):
+    with pytest.raises(ValueError, match="all its releases in one slot"):
         Schedule((slot,), "filter")
     turns = Slot("a", CyclicCohorts(8), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     assert turns.event(2.0, ADD) == events.Repeated(events.Gaussian(2.0), 4)

@@ -672,20 +672,20 @@ def test_refusals_of_schedules_and_lengths() -> None:
     correlated = Slot("a", CyclicCohorts(8), 32, mechanism=BufferedToeplitzNoise.made(32, 4, 8))
     sampled = (Poisson(0.1), CyclicPoisson(4, 0.1), FixedSize(300, 10), RandomAllocation(3))
     for other in (*(Slot("b", each, 3) for each in sampled), Slot("b", FullBatch(), 3, law=((1, 0.5), (3, 0.5)))):
-        with pytest.raises(ValueError, match="one slot of a run"):
+        with pytest.raises(ValueError, match="all its releases in one slot"):
             Schedule((correlated, other))
-    with pytest.raises(ValueError, match="one slot of a run"):
+    with pytest.raises(ValueError, match="all its releases in one slot"):
         Schedule((correlated, Slot("b", FullBatch(), mechanism=ExponentialMechanism())))
     bands = Slot("a", CyclicPoisson(4, 0.1), 32, mechanism=BandedToeplitzNoise.made(32, 4))
-    with pytest.raises(ValueError, match="one slot of a run"):
+    with pytest.raises(ValueError, match="all its releases in one slot"):
         Schedule((bands, Slot("b", FullBatch(), 3)))
     # Gaussian noise on all records in between has a proof: docs/correlated-proof.md, interleaved slots.
     assert Schedule((correlated, Slot("b", FullBatch(), 3))).releases == 35
-    with pytest.raises(ValueError, match="one slot of a run"):
+    with pytest.raises(ValueError, match="all its releases in one slot"):
         Schedule((correlated,), "filter")
     look = Slot("labels", FullBatch(), 1, fixed=3.0)
     assert Schedule((look, correlated)).releases == 33
-    with pytest.raises(ValueError, match="must be certain"):
+    with pytest.raises(ValueError, match="a fixed number of releases per record"):
         Slot("a", FullBatch(), 3, mechanism=BufferedToeplitzNoise.made(3))
     rows = BufferedToeplitzNoise.made(4).rows(KEY, "dims")
     rows.row(0, 3)

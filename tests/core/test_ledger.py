@@ -195,10 +195,10 @@ def test_closing_again_alike_writes_nothing_and_otherwise_is_refused(ledger: Led
     again = Ledger(ledger.path)
     assert again.close(full.id, spent_event=half, reason="looked", data_dependent=True) == plan
     assert again.close(part.id, spent_event=half, reason="time is up", data_dependent=False) == half
-    with pytest.raises(LedgerError, match="booked otherwise"):  # it was charged in full: nothing comes back
+    with pytest.raises(LedgerError, match="already closed with another cost"):  # charged in full: no refund
         ledger.close(full.id, spent_event=half, reason="time is up", data_dependent=False)
     for more in (None, Repeated(STEP, 51)):  # more was released than is booked: said, not swallowed
-        with pytest.raises(LedgerError, match="booked otherwise"):
+        with pytest.raises(LedgerError, match="already closed with another cost"):
             ledger.close(part.id, spent_event=more, reason="?", data_dependent=False)
     with pytest.raises(LedgerError, match="already closed, so it counts"):
         ledger.cancel(full.id, reason="")

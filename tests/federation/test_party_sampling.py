@@ -92,5 +92,5 @@ def test_what_cannot_be_asked_is_refused(settings: dict[str, Any], words: str) -
 
 def test_records_in_turn_are_asked_of_all_parties() -> None:
     by_turns = qg.DPSGD(steps=6, sampling="turns", cohorts=3, noise="correlated")
-    with pytest.raises(ValueError, match="by turns"):
+    with pytest.raises(ValueError, match="turns or correlated noise"):
         simulate(by_turns, Logistic(), parties(), budget=qg.Budget(1.0, 1e-5), parties_per_round=2)

@@ -38,7 +38,7 @@ def test_keys_under_a_passphrase_open_with_it_and_with_no_other(
     home = provision(["a", "coordinator"], tmp_path / "keys", secret=PHRASE.encode(), keep_authority=True)[0]
     secrets = (home / "key.pem", home / "identity.key", tmp_path / "keys/authority/ca.key")
     assert all(is_encrypted(path) for path in secrets)
-    with pytest.raises(DataError, match="there is no terminal to ask at"):
+    with pytest.raises(DataError, match="there is no terminal to ask for it"):
         Credentials.read(home)
     monkeypatch.setenv(VARIABLE, "another passphrase")
     with pytest.raises(DataError, match="the passphrase is wrong"):

@@ -96,7 +96,7 @@ def test_the_coordinator_cannot_be_listed_and_a_damaged_list_is_refused(keys: di
     with pytest.raises(ProtocolError):
         keys["a"].revocations.take(handed_out(keys))
     (keys["a"].folder / LIST).write_text("{")
-    with pytest.raises(DataError, match="mend or restore"):
+    with pytest.raises(DataError, match="repair or restore"):
         keys["a"].revocations()
 
 

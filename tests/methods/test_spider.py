@@ -278,7 +278,7 @@ def test_the_method_and_its_oracle_share_their_settings() -> None:
         (lambda: qg.DPSpider(full_queries=3), "needs kappa"),
         (lambda: qg.DPSpider(steps=5, warm_steps=5).schedule(100), "warm_steps=5: must be below"),
         (lambda: qg.DPSpider(noise="correlated", sampling="turns", cohorts=4), "needs difference_clip"),
-        (lambda: qg.DPSpider(noise="correlated", difference_clip=0.1).schedule(100), "must be certain"),
+        (lambda: qg.DPSpider(noise="correlated", difference_clip=0.1).schedule(100), "a fixed number of releases"),
         (lambda: qg.AdaptiveSpider(split=0.5), "on fresh records"),
         (lambda: qg.AdaptiveSpider(regime="reuse", noise="correlated", difference_clip=1.0), "regime='fresh'"),
         (lambda: qg.Spider(path=2.0), "give those too"),

@@ -85,7 +85,7 @@ def test_rows_with_a_common_mean_are_learned_from_their_differences() -> None:
 
 def test_what_cannot_be_centred_is_refused() -> None:
     for settings in ({"moments": "diagonal"}, {"mean_share": 0.0}, {"moment_share": 0.0}):
-        with pytest.raises(ValueError, match="buy both"):
+        with pytest.raises(ValueError, match="release both"):
             WhitenedGD(centred_share=0.01, **settings)
     X = np.random.default_rng(0).random((500, 3))
     with pytest.raises(ValueError, match="without an intercept"):

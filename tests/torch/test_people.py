@@ -272,7 +272,7 @@ def test_an_interrupted_fit_about_people_goes_on_and_others_do_not(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         qt.fit(model, LOSS, (x, y), algorithm, budget=qg.Budget(2.0, 1e-5), callbacks=[stop], every=3, **settings)
     for other in ({"person": None}, {"combine": "sum"}, {"records_per_person": 2}):
-        with pytest.raises(DataError, match="counted its people otherwise"):
+        with pytest.raises(DataError, match="started with another person="):
             qt.resume(perceptron(0.5), LOSS, (x, y), algorithm, **settings | other)
     result = qt.resume(perceptron(0.5), LOSS, (x, y), algorithm, **settings)
     assert result.privacy.unit == "person"

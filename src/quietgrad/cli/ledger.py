@@ -219,7 +219,7 @@ def _print_tables(rows: list[Row]) -> None:
     if runs:
         cells = [
             (name, run["run"], run["time"][:16].replace("T", " "), run["state"],
-             sanitize(run["counts_in_words"], most=_COUNTS))  # --json has all of it
+             sanitize(_first_parts(run["counts_in_words"]), most=_COUNTS))  # --json has all of it
             for name, run in runs
         ]  # fmt: skip
         show_table(("account", "run", "reserved at (UTC)", "state", "counts as"), cells, "Runs")
@@ -235,6 +235,22 @@ def _print_tables(rows: list[Row]) -> None:
             say(sanitize(f"{row['account']}: {note}"))
         if row["problem"]:
             say(sanitize(f"{row['account']}: {row['problem']}"))
+
+
+def _first_parts(words: str) -> str:
+    """The parts of a composition that fit a cell, and the number of the others.
+
+    >>> _first_parts("gaussian(noise 30.19) + gaussian(noise 42.69) + gaussian(noise 24) + 32 × gaussian(noise 20)")
+    'gaussian(noise 30.19) + 3 more'
+    """
+    parts = words.split(" + ")
+    shown = parts[:1]
+    for part in parts[1:]:
+        if len(" + ".join([*shown, part])) > _COUNTS // 2:
+            break
+        shown.append(part)
+    left = len(parts) - len(shown)
+    return " + ".join(shown) + (f" + {left} more" if left else "")
 
 
 def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:

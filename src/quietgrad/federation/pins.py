@@ -1,6 +1,6 @@
 """Pins: what members read out to each other before they approve a plan, and what a command checks.
 
-A pin is ε, δ, n and 128 bits of the plan's digest. Whoever writes a plan can search for two with the same first
+A pin is ε, δ, n and 128 bits of the plan's digest. An author of a plan can search for two with the same first
 digits: 64 bits were forged in 420 s on one core, with ε = 1 in one plan and 50 in the other. A short pin therefore
 always carries the three numbers that decide the guarantee, and no pin has fewer than 32 digits.
 """

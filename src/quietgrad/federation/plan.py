@@ -322,8 +322,8 @@ class FederatedPlan(Plan):
     ) -> events.Event | None:
         """Return the event of one party's records, or ``None`` if they were never asked.
 
-        A coordinator that draws the parties knows whom. Unless it is trusted, the event is the one against it, or
-        if ``viewers``, against those who see released models alone.
+        A coordinator that draws the parties knows which ones it drew. Unless it is trusted, the event is the one
+        against it, or if ``viewers``, against those who see released models alone.
         """
         slots = []  # the schedule with the party's own fixed batches and the spare rounds
         for slot in self.schedule.slots:

@@ -69,7 +69,8 @@ class RoundRequest:
     begin: Callable[[], None]
     malformed: set[str] = field(default_factory=set)
     drawn: frozenset[str] | None = None
-    """Whom the coordinator drew for the round; ``None`` where it draws none. The others hand in zeros."""
+    """The parties that the coordinator drew for the round; ``None`` where it draws none. The others hand in
+    zeros."""
 
     @property
     def dim(self) -> int:
@@ -193,7 +194,7 @@ class SecureRounds:
             raise FailedRoundError(faults, colluders, self._blamed(faults, {*ask.malformed, *proved})) from fault
 
     def _blamed(self, faults: Mapping[str, str], seen: Collection[str]) -> list[str]:
-        """The parties without whom a failed round is asked again, so that each costs one round at most.
+        """The parties that are left out when a failed round is asked again, so that each costs one round at most.
 
         Those whose messages were ``seen`` to be malformed or false; else the party that most others accuse, since
         the round failed for want of its accusers.

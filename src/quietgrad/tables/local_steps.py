@@ -76,11 +76,11 @@ def local_updates(
 ) -> Iterator[Floats]:
     """θ_local − θ of the clients, as many at a time as fit into a few MB; one row each.
 
-    A row is the same to the last bit whoever trains beside the client. SGD may expand what it starts from: where a
-    client's gradients cancel, the last bit of their sum decides in which direction its whole update points, and a
-    client that changed the bits of the others would move the sum by far more than C. How a product rounds follows
-    from its shape and from where it lies in memory: so clients of one shape train together, each in a place of its
-    own that begins a cache line.
+    A row is the same to the last bit, whichever clients train beside this one. SGD may expand what it starts from:
+    where a client's gradients cancel, the last bit of their sum decides in which direction its whole update points,
+    and a client that changed the bits of the others would move the sum by far more than C. How a product rounds
+    follows from its shape and from where it lies in memory: so clients of one shape train together, each in a place
+    of its own that begins a cache line.
     """
     from quietgrad.tables.queries.local_update import LocalBatches
 

@@ -1,6 +1,7 @@
 """Open a run: count, plan, keep, reserve, and open its session. Every front end does it here.
 
-``Terms`` says who pays, for whom, and under which public facts. :func:`opened` does the rest, in this order:
+``Terms`` states the account that pays, the privacy unit and the public facts. :func:`opened` does the rest, in this
+order:
 
 1. The adapter lays out the data; what cannot be used is refused.
 2. The records are counted: a declared number, the exact one where it is public, or a private release of its own.
@@ -41,7 +42,7 @@ Method = TypeVar("Method", bound=HasSchedule)
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a run: who pays, for whom, and under which public facts.
+    """The terms of a run: the account that pays, the privacy unit and the public facts.
 
     Args:
         budget: (ε, δ) and the neighbouring relation; ``None`` runs without noise, and the statement says so.

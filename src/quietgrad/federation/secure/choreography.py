@@ -1,4 +1,4 @@
-"""Choreographies of secure sums: who sends what to whom, one per protocol, whatever carries the frames.
+"""Choreographies of secure sums: the frames of each role, one generator per protocol, over any transport.
 
 A choreography is a generator. It yields a :class:`Step`, a kind of message with the frames for each recipient, and
 is resumed with the replies. A recipient that did not answer is missing among them. Recipients are roster numbers.

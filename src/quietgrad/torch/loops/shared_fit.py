@@ -183,9 +183,7 @@ class SharedFit:
         known = [plan.algorithm, current_config(plan.algorithm, plan.config)]
         kept.agree("algorithm", [self.algorithm.name, self.algorithm.config()], known)
         if counting(self.objective) != settings["people"]:
-            raise DataError(
-                f"{kept.folder}: the run counted its people otherwise; resume it with the same person=."
-            )
+            raise DataError(f"{kept.folder}: the run was started with another person=; resume it with the same.")
         if len(kept.state.params) != self.examples.dim:
             raise DataError(
                 f"{kept.folder}: the checkpoint is of a model with {len(kept.state.params)} parameters; this one "

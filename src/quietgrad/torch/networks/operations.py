@@ -42,7 +42,7 @@ def _linear(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def _shaped(out: Tensor, shape: Sequence[int]) -> Tensor:
-    """The result of an operation, which nobody else holds, in another shape, and not as a view of itself.
+    """The result of an operation that no other object holds, in another shape, and not as a view of itself.
 
     Where a program writes into a view (an in-place ReLU), autograd copies the whole three times on the way back.
     """

@@ -370,7 +370,7 @@ class _Walk:
         self._attributes(value, where)
 
     def _is_copied_whole(self, value: Any, put: Put) -> bool:
-        """Whether a package's object knows how to copy itself, and holds what nobody else can copy (polars)."""
+        """Whether a package's object can copy itself, and holds what no other code can copy (polars)."""
         cls: Any = type(value)
         if put is None or not is_installed(cls.__module__) or not hasattr(cls, "__deepcopy__"):
             return False
