@@ -628,7 +628,7 @@ def outcome(run: Script, name: str) -> tuple[str, str]:
         told = run(make(), records())
     except ImportError as error:
         return "not installed", str(error)
-    except (QuietgradError, ValueError, TypeError, RuntimeError) as error:
+    except (QuietgradError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         # A refusal of the library's own ends in a full sentence; those of others are bare errors.
         own = isinstance(error, QuietgradError) or _raised_here(error)
         return ("refused" if own else "bare"), f"{type(error).__name__}: {error}"
@@ -648,7 +648,7 @@ def _raised_here(error: BaseException) -> bool:
 
 def main() -> None:
     """All scripts, or those that are named."""
-    from benchmarks import scripts_processes, scripts_shapes, scripts_tutorials  # noqa: F401
+    from benchmarks import scripts_more, scripts_processes, scripts_shapes, scripts_tutorials  # noqa: F401
 
     warnings.simplefilter("ignore")
     named = sys.argv[1:]

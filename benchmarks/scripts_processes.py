@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def two_processes(*models: str, expected: str = "runs") -> Callable[[Script], Sc
             start: Any = torch.multiprocessing
             with tempfile.TemporaryDirectory() as folder:
                 torch.save((model, data), f"{folder}/given.pt")
-                start.spawn(_process, (run.__name__, folder), nprocs=2)
+                start.spawn(_process, (run.__module__, run.__name__, folder), nprocs=2)
                 answers = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(2)]
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -52,7 +53,8 @@ def two_processes(*models: str, expected: str = "runs") -> Callable[[Script], Sc
     return register
 
 
-def _process(rank: int, name: str, folder: str) -> None:
+def _process(rank: int, module: str, name: str, folder: str) -> None:
+    import_module(module)  # which registers the script
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -232,6 +232,23 @@ def scan_fit() -> list[str]:
     ]
 
 
+def anomalies() -> list[str]:
+    """Heavy tails by declaration, and a tiny table against its constant."""
+    cells = read("table_anomalies")["cells"]
+    areas = [
+        each([cells[f"heavy, ε = {epsilon}, {name}"]["mean"] for epsilon in ("0.2", "1", "4")], ".3")
+        for name in ("declared", "undeclared")
+    ]
+    least = min(cell["mean"] for name, cell in cells.items() if "Regressor, ε = 4" in name or "sion, ε = 4" in name)
+    return [
+        "heavy tails, 14 000 rows, 2 to 3 % positive: AUC at ε = 0.2 / 1 / 4; Hedonic, 354 rows: R² above the constant, ε = 4",
+        f"bounds declared {areas[0]}, undeclared {areas[1]}; Hedonic: the worst of four estimators and two declarations {least:.2f}",
+        f"without privacy, as it is {cells['heavy, no privacy, as they are']['mean']:.3f}, "
+        f"tails cut {cells['heavy, no privacy, cut']['mean']:.3f}",
+        file("table_anomalies"),
+    ]
+
+
 def regression_tables() -> list[str]:
     """Regression tables of packages."""
     result = read("regression_tables")
@@ -573,7 +590,7 @@ run. δ = 10⁻⁵ unless a row says otherwise. More detail: [tables and rivals]
 
 ## Tables
 
-{grid(COLUMNS, [linear(), frontier(), gaps(), additive(), coverage(), people(), grouped(), group_coverage(), methods(), regression_tables(), scan(), scan_fit()])}
+{grid(COLUMNS, [linear(), frontier(), gaps(), additive(), coverage(), people(), grouped(), group_coverage(), methods(), regression_tables(), anomalies(), scan(), scan_fit()])}
 
 ## Networks and images
 

@@ -148,10 +148,19 @@ def text(group: Group) -> str:
         "\n\n## Events\n\n`from quietgrad import events` · what accountants price.\n\n```{eval-rst}\n"
         ".. automodule:: quietgrad.core.accounting.events\n   :members:\n```"
     )
+    beside = _TRAINER if group.page == "torch" else events if group.page == "training" else ""
     return (
         f"# {group.title}\n\n{group.purpose} `import {group.room}`\n\n```python\n{group.example}\n```\n\n"
-        f"```{{eval-rst}}\n{entries}```{events if group.page == 'training' else ''}\n{also if again else ''}"
+        f"```{{eval-rst}}\n{entries}```{beside}\n{also if again else ''}"
     )
+
+
+# It needs packages that quietgrad.torch does not, so it is no name of that room.
+_TRAINER = (
+    "\n\n## Hugging Face\n\n`from quietgrad.torch.hugging_face import DPTrainer` · needs `pip install 'quietgrad[hf]'`.\n\n"
+    "```{eval-rst}\n.. autoclass:: quietgrad.torch.hugging_face.DPTrainer\n   :members: train, epsilon, create_model_card\n"
+    "   :show-inheritance:\n```"
+)
 
 
 def _first_line(value: object) -> str:
@@ -232,6 +241,7 @@ def index() -> str:
     ]
     for group in GROUPS:
         listed = " · ".join(f"`{name}`" for name in names(group))
+        listed += " · `hugging_face.DPTrainer`" if group.page == "torch" else ""
         parts.append(f"## [{group.title}](api/{group.page}.md)\n\n{group.purpose}\n\n{listed}".replace("../", ""))
     parts.append(
         "## [Registered names](api/registered.md)\n\nAlgorithms, losses, samplings, mechanisms, events, trust, commands and options."

@@ -207,3 +207,49 @@ def test_parts_of_dates_and_the_width_of_features(place: Path, capsys: pytest.Ca
     data = SimpleNamespace(d=784)
     assert features_seen(RunSpec(), data) == 784  # type: ignore[arg-type]
     assert features_seen(RunSpec(features="scattering"), data) == Pictures.of(784).width  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("delta", "advised"), [("1e-5", "choose --delta 1e-06"), ("1e-6", None), ("0.001", "choose --delta 1e-06")]
+)
+def test_delta_is_advised_by_one_rule(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    delta: str,
+    advised: str | None,
+) -> None:
+    """docs/epsilon.md: the power of ten at or below 1/(100 n)."""
+    monkeypatch.chdir(tmp_path)
+    Path("two.csv").write_text("x,y\n" + "\n".join(f"{k % 13},{k % 2}" for k in range(2000)) + "\n")
+    assert main(["check", "two.csv", "--epsilon", "1", "--delta", delta]) == 0
+    said = capsys.readouterr().out
+    assert (advised in said) if advised else ("δ:" not in said)
+
+
+ODD = {
+    "empty": ("", "the file is empty"),
+    "header": ("a,b,y\n", "holds no rows"),
+    "one column": ("y\n0\n1\n", "needs feature columns"),
+    "names twice": ("a,a,y\n1,2,0\n3,4,1\n", "names a column twice"),
+    "all gaps": ("a,b,y\n" + ",1,0\n,2,1\n" * 50, "every cell is a gap"),
+    "text": ("a,b,y\n" + "secretword,1,0\nsecretword2,2,1\n" * 50, "not numeric"),
+    "infinite": ("a,b,y\n" + "inf,1,0\n2,2,1\n" * 50, "infinite values"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_refused_in_words(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, words = ODD[name]
+    Path("odd.csv").write_text(text)
+    assert main(["check", "odd.csv", "--epsilon", "1"]) == 1
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    assert "Traceback" not in said.err
+    assert main(["train", "odd.csv", "--epsilon", "1", "--out", "run", "--quiet"]) == 1
+    refused = capsys.readouterr().err
+    assert "secretword" not in refused
+    assert not Path("run/result.json").exists()

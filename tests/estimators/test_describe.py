@@ -226,3 +226,10 @@ def test_what_noise_drowns_is_unknown_and_counts_are_possible() -> None:
         unknown += (age["mean"] is None) + (sex["most_frequent"] is None)
         assert age["mean"] is None or age["mean_error"] < 100.0
     assert unknown >= 12  # of 24; noise has four times the deviation that would tell 20 records
+
+
+def test_columns_of_one_name_are_refused() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(np.zeros((50, 2)), columns=["a", "a"])
+    with pytest.raises(DataError, match="two columns have the same name"):
+        describe(frame, {"a": {"kind": "number", "bounds": [0, 1]}}, epsilon=1.0)

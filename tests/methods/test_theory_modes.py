@@ -222,3 +222,24 @@ def test_privacy_bounds_the_generalisation_gap(
     assert main(["train", str(tmp_path / "rows.npz"), "--algorithm", "dp-gd", *promise, "--out", str(out)]) == 0
     assert qg.load(out).details["generalization"] == pytest.approx(0.1066, abs=2e-3)
     assert "on new records differs by at most" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_of_too_many_steps_to_account_for_names_the_batch_that_has_fewer() -> None:
+    known = {"n": 100_000, "dim": 5, "budget": qg.Budget(1.0, 1e-5), "initial_gap": 0.7}
+    with pytest.raises(ValueError, match=r"batch_size=1: .* Use batch_size=32 or more"):
+        qg.RRPSGD.theory(CONVEX.constants(), **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", MODES)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n": 0}, "n=0: must be a whole number"), ({"n": 2.5}, "n=2.5"), ({"n": math.nan}, "n=nan"),
+        ({"dim": 0}, "dim=0: must be a whole number"), ({"dim": -1}, "dim=-1"), ({"budget": None}, "budget=None"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_every_theorem_is_told_has_one_range(case: str, wrong: dict[str, Any], message: str) -> None:
+    loss, method, known, *_ = MODES[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        method.theory(loss.constants(), **{**known, **wrong})

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.contributions import ClippingRule
 from quietgrad.core.session.curator import CentralSession
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.torch import opacus_arguments
@@ -158,3 +160,28 @@ def old_samples_in_new_epochs(patch: Patch) -> None:
         out += self._total
 
     patch.setattr(distributed._SumOfShares, "sum_into", sum_into)
+
+
+def first_stretch_alone_is_charged(patch: Patch) -> None:
+    """A loop states what its first stretch costs, whatever the others have for noise."""
+    patch.setattr(Plan, "first", lambda self, count: {self.schedule.slots[0].name: count})
+
+
+def stretches_have_least_noise(patch: Patch) -> None:
+    """All stretches have the noise of the quietest one, and are priced as planned."""
+    init = CentralSession.__init__
+
+    def quiet(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._multipliers = dict.fromkeys(self._multipliers, min(self._multipliers.values()))
+
+    patch.setattr(CentralSession, "__init__", quiet)
+
+
+def noise_of_the_first_bound(patch: Patch) -> None:
+    """C grows by its schedule, and the noise stays that of the first C."""
+    patch.setattr(loops.Loop, "rule_of", lambda self, drawn: _loose(self._clip_at(0)))
+
+
+def _loose(clip: float) -> ClippingRule:
+    return ClippingRule.gradient(clip)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.mutations import broken_loops as broken
-from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
+from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse, probe_loop_schedules
 from tests.probes.networks import probe_agreement, probe_people_drawn
 from tests.probes.shards import probe_noise_of_shards, probe_samples_of_epochs
 
@@ -28,6 +28,9 @@ TABLE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], Callable[[], A
     "noise by both ranks of shards": ("L0 noise", broken.both_ranks_add_noise, probe_noise_of_shards),
     "noise by no rank of shards": ("L0 noise", broken.no_rank_adds_noise, probe_noise_of_shards),
     "an old sample charged anew": ("L0 reuse", broken.old_samples_in_new_epochs, probe_samples_of_epochs),
+    "one stretch charged": ("L0 noise", broken.first_stretch_alone_is_charged, probe_loop_schedules),
+    "least noise everywhere": ("L0 noise", broken.stretches_have_least_noise, probe_loop_schedules),
+    "noise of the first bound": ("L0 noise", broken.noise_of_the_first_bound, probe_loop_schedules),
     "processes compared by name": ("L0 agreement", broken.processes_by_settings, probe_agreement),
 }
 

@@ -282,6 +282,28 @@ def test_compiling_the_private_model_changes_nothing_and_says_so(
     assert loader.privacy.condition is None
 
 
+def test_a_lightning_module_says_what_to_give_instead() -> None:
+    class LightningModule(nn.Module):
+        """As Lightning names it."""
+
+    LightningModule.__module__ = "lightning.pytorch.core.module"
+
+    class Mine(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+    model = Mine()
+    with pytest.raises(ValueError, match=r"the module is a LightningModule.*make_private\(module=self\.net"):
+        qt.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0,
+            data_loader=DataLoader(table(), batch_size=15), noise_multiplier=1.0, n_public=60,
+        )  # fmt: skip
+
+
 def test_layers_that_are_unfrozen_later_need_a_new_plan() -> None:
     model: Any = network()
     model[0].requires_grad_(False)

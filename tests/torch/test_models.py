@@ -64,7 +64,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "spectral norm": (
         lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)), CE, "buffers follow the weights"),
     "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(6, 2)), CE, "buffers follow the weights"),
-    "compiled": (lambda: torch.compile(nn.Linear(6, 2), backend="eager"), CE, r"torch\.compile"),  # type: ignore[dict-item,return-value]
     "scripted": (lambda: torch.jit.script(nn.Linear(6, 2)), CE, r"torch\.jit"),
     "meta": (lambda: nn.Linear(6, 2, device="meta"), CE, "meta device"),
     "lazy": (lambda: nn.LazyLinear(2), CE, "no shape yet"),

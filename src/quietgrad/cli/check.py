@@ -30,6 +30,7 @@ from quietgrad.data.inspection import (
     inspect_left_out,
 )
 from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.text_layout import TextLayout
 from quietgrad.estimators.holdout import expected_error
 from quietgrad.features.naming import named_features
 from quietgrad.methods.score_noise import TOO_NOISY
@@ -107,7 +108,8 @@ def _of_cells(spec: RunSpec) -> list[ColumnRemark]:
         schema = None if spec.schema is None else read_schema(spec.schema)
         delimiter = spec.delimiter if schema is None else schema.delimiter
         encoding = spec.encoding if schema is None else schema.encoding
-        cells = read_text_cells(path, delimiter, encoding)
+        layout = None if schema is None else TextLayout(schema.skip_lines, schema.skip_rows, schema.skip_end)
+        cells = read_text_cells(path, delimiter, encoding, layout)
         draft = draft_schema(path, label=_label_of(spec, schema), delimiter=delimiter, encoding=encoding)
     except DataError:
         return []  # reading the file says it better

@@ -20,7 +20,7 @@ from quietgrad.cli.options import Explain, Json, answer, say_meaning, usage, wri
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
 from quietgrad.core.files import write_atomically
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import Categorical, ColumnKind, Date, Numeric, YesNo, to_numbers, yes_or_no
+from quietgrad.data.columns import Categorical, Choices, ColumnKind, Date, Numeric, YesNo, to_numbers, yes_or_no
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.data.tables import read_cells
 from quietgrad.tables.cells import day_text
@@ -123,6 +123,10 @@ def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, 
         elif isinstance(kind, YesNo):
             frame[name] = np.array(["" if text in gaps else yes_or_no(text) for text in texts], dtype=object)
             said[name] = {"kind": "category", "categories": ["no", "yes"]}
+        elif isinstance(kind, Choices):
+            for word, chosen in zip(kind.categories, kind.encode(name, texts, schema.missing).T, strict=False):
+                frame[f"{name}={word}"] = np.where(chosen > 0.0, "yes", "no").astype(object)
+                said[f"{name}={word}"] = {"kind": "category", "categories": ["no", "yes"]}
         elif isinstance(kind, Categorical):
             frame[name] = np.array(texts, dtype=object)
             said[name] = {"kind": "category", "categories": list(kind.categories)}

@@ -11,7 +11,7 @@ from quietgrad.core.exports import lazy_names
 
 if TYPE_CHECKING:
     from quietgrad.data.builtin import a9a_from_adult
-    from quietgrad.data.columns import Categorical, Date, Numeric, YesNo
+    from quietgrad.data.columns import Categorical, Choices, Date, Numeric, YesNo
     from quietgrad.data.dataset import (
         Dataset,
         clip_rows,
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from quietgrad.data.schema import Schema, read_schema
 __all__ = [
     "load", "scan", "Scan", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric",
-    "YesNo", "Date", "Categorical", "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even",
+    "YesNo", "Date", "Categorical", "Choices", "read_schema", "clip_rows", "normalized",
+    "a9a_from_adult", "split_even",
     "split_uneven",
     "uneven_sizes", "split_dirichlet",
 ]  # fmt: skip
@@ -37,7 +38,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "data.builtin": "a9a_from_adult",
-        "data.columns": "Categorical Date Numeric YesNo",
+        "data.columns": "Categorical Choices Date Numeric YesNo",
         "data.dataset": "Dataset clip_rows normalized split_dirichlet split_even split_uneven uneven_sizes",
         "data.loading": "demo_dataset load",
         "data.registry": "REGISTRY fetch find",

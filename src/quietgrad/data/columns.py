@@ -166,6 +166,48 @@ class Categorical(ColumnKind):
 
 
 @dataclass(frozen=True)
+class Choices(ColumnKind):
+    """A column whose cells hold several answers of a public list, as a question with boxes to tick has.
+
+    Each listed answer is a feature, 1 where the cell has it. Other answers set no feature. `indicator` sets a flag
+    for an empty cell. A row with all answers adds their number to ‖x‖².
+
+    >>> Choices(("bus", "car"), ";").encode("ways", ["car; bus", "bike", ""]).tolist()
+    [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    """
+
+    categories: tuple[str, ...]
+    separator: str = ";"
+    indicator: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.categories or len(set(self.categories)) != len(self.categories):
+            raise DataError(f"categories={list(self.categories)}: must be one or more different values.")
+        if not self.separator.strip() or any(self.separator in word for word in self.categories):
+            raise DataError(f"separator={self.separator!r}: must be a mark that is in none of the categories.")
+
+    @property
+    def reach(self) -> float | None:
+        return float(len(self.categories))
+
+    def features(self, column: str) -> list[tuple[str, Range]]:
+        return [(f"{column}={word}", (0.0, 1.0)) for word in self.categories]
+
+    def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
+        place = {word: k for k, word in enumerate(self.categories)}
+        bits = np.zeros((len(values), self.width))
+        for row, value in enumerate(values):
+            text = str(value).strip()
+            if self.indicator and (text in missing or text == "None"):
+                bits[row, -1] = 1.0
+                continue
+            for word in text.split(self.separator):
+                if (at := place.get(word.strip())) is not None:
+                    bits[row, at] = 1.0
+        return bits
+
+
+@dataclass(frozen=True)
 class YesNo(ColumnKind):
     """A column of yes and no, true and false, or 1 and 0.
 

@@ -33,10 +33,16 @@ class CSVDialect:
     missing: tuple[str, ...] = ("",)
     declared: bool = False
     """Whether a schema says what the columns are, so that an error can name its entries."""
+    before: int = 0
+    """Lines before the header."""
+    behind: int = 0
+    """Lines behind the header that hold no records, such as units."""
 
     @classmethod
     def of(cls, start: bytes, where: str, schema: Schema | None = None, delimiter: str | None = None) -> CSVDialect:
         """The dialect that the first line and the schema tell."""
+        before, behind = (0, 0) if schema is None else (schema.skip_lines, schema.skip_rows)
+        start = start[_end_of_lines(start, before) :]
         first = start[: start.find(b"\n") + 1 or len(start)]
         if delimiter is None:
             delimiter = (
@@ -46,7 +52,7 @@ class CSVDialect:
         try:
             arrow_csv.ParseOptions(delimiter=delimiter)
             if schema is not None and schema.names:
-                return cls(delimiter, schema.names, False, missing, declared=True)
+                return cls(delimiter, schema.names, False, missing, True, before, behind)
             row = next(csv.reader([first.decode("utf-8-sig")], delimiter=delimiter, skipinitialspace=True), [])
         except UnicodeDecodeError:
             raise DataError(_NOT_TEXT.format(where)) from None
@@ -54,11 +60,13 @@ class CSVDialect:
             raise DataError(f"{where}: the delimiter {delimiter!r} must be a single character.") from None
         except csv.Error:
             raise DataError(f"{where}: not readable as delimited text.") from None
-        return cls(delimiter, tuple(name.strip() for name in row), True, missing, declared=schema is not None)
+        return cls(
+            delimiter, tuple(name.strip() for name in row), True, missing, schema is not None, before, behind
+        )
 
     def body(self, text: bytes) -> memoryview:
-        """A file's text without its header line."""
-        return memoryview(text)[text.find(b"\n") + 1 or len(text) if self.header else 0 :]
+        """A file's text without its header line and the lines around it that hold no records."""
+        return memoryview(text)[_end_of_lines(text, self.before + self.header + self.behind) :]
 
     def table(
         self,
@@ -167,3 +175,23 @@ def as_utf8(content: bytes, encoding: str | None, name: str) -> bytes:
         ) from None
     except UnicodeDecodeError:
         raise DataError(f"{name}: the file is not {encoding} text.") from None
+
+
+def _end_of_lines(text: bytes, count: int) -> int:
+    """Where the first ``count`` lines of a text end."""
+    place = 0
+    for _ in range(count):
+        place = text.find(b"\n", place) + 1 or len(text)
+    return place
+
+
+def without_end(text: bytes, count: int) -> bytes:
+    """A text without its last ``count`` lines; blank lines behind them are none.
+
+    >>> without_end(b"1\\n2\\ntotal\\n\\n", 1)
+    b'1\\n2\\n'
+    """
+    place = len(text.rstrip(b"\r\n")) if count else len(text)
+    for _ in range(count):
+        place = max(text.rfind(b"\n", 0, place), 0)
+    return text[: place + 1] if count and place else text[:place]

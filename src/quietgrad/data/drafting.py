@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, first_date, is_number
 from quietgrad.data.file_formats import read_content
 from quietgrad.data.id_columns import is_id_column, may_be_ids
+from quietgrad.data.text_layout import TextLayout, delimiter_of, layout_of, separator_of
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _WEIGHTS = re.compile(r"(^|[^a-z])(p|hh|survey)?_?(weight|weights|wgt|wt)$")
@@ -47,6 +49,7 @@ _LONG = 60  # characters
 _GAP_NUMBERS = ("999", "9999", "99999", "999999", "9999999", "-999", "-9999", "99", "-99", "-9", "-1")
 """Numbers that stand for a gap where they stand alone, far from all others."""
 _ENOUGH = 20  # cells from which on a few may be written otherwise
+_FEW_WORDS = 3  # different words in a column of numbers that count as gaps however many cells have them
 _STRAYS = 0.05  # share of cells that are no numbers or dates, up to which they count as gaps
 _FEWEST_GAPS = 3  # cells with such a number
 
@@ -68,6 +71,8 @@ class DraftColumn:
     """Whether a few cells are no numbers or no dates, and count as gaps."""
     gap_number: str = ""
     """The number that stands alone, such as 999, and is taken for a gap."""
+    separator: str = ""
+    """Of choices: the mark between the answers of one cell."""
     coded: bool = False
     """Whether a label's classes are written as whole numbers."""
 
@@ -88,7 +93,9 @@ class DraftColumn:
             ends = "possible value, such as [0, 100000]; [] is found privately"
             plausible = "plausible value, such as [0, 120]"
             lines.append(f"bounds = []  # the lowest and highest {ends if is_label else plausible}")
-        elif self.kind == "category":
+        elif self.kind in ("category", "choices"):
+            if self.separator:
+                lines.append(f"separator = {json.dumps(self.separator)}  # between the answers of a cell")
             lines.append(
                 'categories = []  # all values that matter, such as ["a", "b"]; others set no feature: needed'
             )
@@ -119,6 +126,7 @@ class Draft:
     """Of delimited text; ``None`` of a file that has none, as ``encoding``."""
     encoding: str | None
     problems: tuple[str, ...] = field(default=())
+    layout: TextLayout = field(default_factory=TextLayout)
 
     def to_toml(self) -> str:
         """The schema file, with comments on what to fill in."""
@@ -132,6 +140,11 @@ class Draft:
             *(f"# problem: {problem}" for problem in self.problems),
             *(f"delimiter = {json.dumps(self.delimiter)}" for _ in range(self.delimiter is not None)),
             *(f"encoding = {json.dumps(self.encoding)}" for _ in range(self.encoding is not None)),
+            *(
+                f"{key} = {count}"
+                for key, count in zip(("skip_lines", "skip_rows", "skip_end"), self.layout, strict=True)
+                if count
+            ),
         ]
         numbers = sorted({column.gap_number for column in self.columns if column.gap_number})
         if numbers or any(column.gap_words for column in self.columns):
@@ -203,7 +216,7 @@ def draft_schema(
         if drafted.kind == "id" and len(set(texts)) < len(texts):
             problems.append(
                 f"column {column!r} repeats: if it names people, each has several rows. Train with --person "
-                f"{column}, so that ε holds for a person and not for a row"
+                f"{shlex.quote(column)}, so that ε holds for a person and not for a row"
             )
         if len(set(texts)) == 1:
             problems.append(
@@ -226,14 +239,14 @@ def draft_schema(
             )
         elif drafted.lenient:
             problems.append(
-                f"column {column!r}: most cells are numbers, {_strays(texts)} are words and count as gaps "
+                f"column {column!r}: most cells are numbers, {_strays(texts, 0.5)} are words and count as gaps "
                 "(unreadable); look at them"
             )
         if len(drafted.formats) > 1:
             problems.append(
                 f"column {column!r}: dates are written in {len(drafted.formats)} ways; the first that fits is taken"
             )
-        if drafted.kind in ("category", "text") and (strays := _strays(texts)):
+        if drafted.kind in ("category", "choices", "text") and (strays := _strays(texts)):
             problems.append(
                 f"column {column!r}: most cells are numbers, {strays} are words. If these are gaps, list them in "
                 f'missing = [...] and set kind = "number"; as it stands the column is drafted as {drafted.kind}'
@@ -246,7 +259,7 @@ def draft_schema(
         )
     if target not in [column.name for column in columns]:
         raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
-    return Draft(name, tuple(columns), target, cells.delimiter, cells.encoding, tuple(problems))
+    return Draft(name, tuple(columns), target, cells.delimiter, cells.encoding, tuple(problems), cells.layout)
 
 
 def named_columns(names: Sequence[str], most: int = 10) -> str:
@@ -281,17 +294,20 @@ class _FileCells:
     problems: Sequence[str] = ()
     delimiter: str | None = None
     encoding: str | None = None
+    layout: TextLayout = field(default_factory=TextLayout)
 
 
 def read_text_cells(
-    path: Path, delimiter: str | None = None, encoding: str | None = None
+    path: Path, delimiter: str | None = None, encoding: str | None = None, layout: TextLayout | None = None
 ) -> Mapping[str, Sequence[str]]:
-    """The cells of a delimited, parquet or xlsx file by column, as texts."""
+    """The cells of a delimited, parquet or xlsx file by column, as texts; ``layout``: as a schema says it."""
     is_parquet = path.suffix.lower() in (".parquet", ".pq")
-    return (_parquet_cells(path) if is_parquet else _text_cells(path, delimiter, encoding)).columns
+    return (_parquet_cells(path) if is_parquet else _text_cells(path, delimiter, encoding, layout)).columns
 
 
-def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _FileCells:
+def _text_cells(
+    path: Path, delimiter: str | None, encoding: str | None, layout: TextLayout | None = None
+) -> _FileCells:
     name, content = path.name, read_content(path)
     if path.suffix.lower() == ".xlsx":  # whose content is text of ours
         delimiter, encoding = ",", "utf-8"
@@ -308,8 +324,7 @@ def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _Fil
             continue
     else:
         raise DataError(f"{name}: the file is not {encoding or 'UTF-8 or cp1252'} text; pass its --encoding.")
-    first = text[: text.find("\n") + 1 or len(text)]
-    mark = delimiter or max(",;\t|", key=first.count)
+    mark = delimiter or delimiter_of(text)
     try:
         rows = [
             [cell.strip() for cell in row]
@@ -317,7 +332,10 @@ def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _Fil
         ]
     except (csv.Error, TypeError):
         raise DataError(f"{name}: not readable as delimited text; pass --delimiter and --encoding.") from None
+    layout = layout_of(rows) if layout is None else layout
+    rows = rows[layout.before :]
     header, body = rows[0] if rows else [], [row for row in rows[1:] if row]
+    body = body[layout.behind : len(body) - layout.end]
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}: the header names a column twice, or none.")
     whole = [row for row in body if len(row) == len(header)]
@@ -325,10 +343,11 @@ def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _Fil
         raise DataError(f"{name}: the file holds no rows of {len(header)} fields; is the delimiter another one?")
     ragged = len(body) - len(whole)
     problems = [f"{ragged} rows do not have the header's {len(header)} fields"] if ragged else []
+    problems += layout.problems
     if all(is_number(cell) for cell in header if cell):
         problems.append("the first line holds only numbers; a CSV file needs a header line of names")
     columns = {column: [row[place] for row in whole] for place, column in enumerate(header)}
-    return _FileCells(columns, problems, mark, "utf-8" if one == "utf-8-sig" else one)
+    return _FileCells(columns, problems, mark, "utf-8" if one == "utf-8-sig" else one, layout)
 
 
 def _parquet_cells(path: Path) -> _FileCells:
@@ -417,10 +436,29 @@ def _mostly_numbers(cells: Sequence[str], at_most: float) -> tuple[str, str, int
     return best if best[2] <= at_most * len(cells) else None
 
 
-def _strays(cells: Sequence[str]) -> int:
-    """How many cells of a column are words, where at least nine in ten of the others are numbers; else 0."""
+def _numbers_and_few_words(cells: Sequence[str]) -> tuple[str, str, int] | None:
+    """:func:`_mostly_numbers` of a column with a few words, or with few different ones such as "don't know".
+
+    A code that has digits, such as A12, is no word.
+    """
+    mostly = _mostly_numbers(cells, _STRAYS)
+    if mostly is not None:
+        return mostly
+    mostly = _mostly_numbers(cells, 0.5)
+    if mostly is None:
+        return None
+    decimal, thousands, _ = mostly
+    forms = [form for mark, apart, form in _FORMATS if (mark, apart) == (decimal, thousands)]
+    words = {cell for cell in cells if not is_number(cell) and not any(form.fullmatch(cell) for form in forms)}
+    plain = all(len(word) > 3 and not any(letter.isdigit() for letter in word) for word in words)
+    numbers = {cell for cell in cells if cell not in words}
+    return mostly if plain and len(words) <= _FEW_WORDS < len(numbers) else None
+
+
+def _strays(cells: Sequence[str], at_most: float = 0.1) -> int:
+    """How many cells of a column are words, if no more than the share ``at_most`` are; else 0."""
     filled = [cell for cell in cells if cell not in GAP_WORDS]
-    mostly = _mostly_numbers(filled, 0.1)
+    mostly = _mostly_numbers(filled, at_most)
     return 0 if mostly is None else mostly[2]
 
 
@@ -452,8 +490,10 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool, constant: bool = 
         return DraftColumn(name, "date", formats=written, lenient=strays > 0, gaps=strays > 0)
     if is_id_column(name, filled, words):
         return DraftColumn(name, "id")
-    if len(filled) >= _ENOUGH and (mostly := _mostly_numbers(filled, _STRAYS)) is not None:
+    if len(filled) >= _ENOUGH and (mostly := _numbers_and_few_words(filled)) is not None:
         return DraftColumn(name, "number", gaps=True, decimal=mostly[0], thousands=mostly[1], lenient=True)
+    if separator := separator_of(filled):
+        return DraftColumn(name, "choices", separator=separator)
     wordy = sum(word.count(" ") for word in words) > 3 * len(words)
     text = len(words) > _MANY or wordy or max(map(len, words)) > _LONG
     return DraftColumn(name, "text" if text else "category")

@@ -7,6 +7,7 @@ stored nowhere: it holds exact counts and words of cells.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ def inspect_ids(
         if person is None and most and most[0][1] > 1:
             text = (
                 f"ids repeat, up to {most[0][1]} times. If it names people, ε would hold for one of their rows "
-                f"only: pass --person {sanitize(name)}"
+                f"only: pass --person {shlex.quote(sanitize(name))}"
             )
             findings.append(ColumnRemark(name, text))
     return findings

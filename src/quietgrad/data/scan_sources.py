@@ -336,6 +336,11 @@ def _header_of(path: str, filesystem: fs.FileSystem, schema: Schema | None) -> p
 
     def read() -> pa.Schema | CSVDialect:
         if table_kind(path) == "csv":
+            if schema is not None and schema.skip_end:
+                raise DataError(
+                    f"{sanitize(path)}: a scan does not know which lines are the last (skip_end). Load the file "
+                    "whole, or remove these lines."
+                )
             with filesystem.open_input_stream(path) as source:
                 return CSVDialect.of(source.read(_LONGEST_HEADER), sanitize(path), schema)
         stamp = stamp_of(path, filesystem)

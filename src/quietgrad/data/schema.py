@@ -19,7 +19,7 @@ import numpy as np
 from quietgrad.core import files
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import MISSING, SINCE, Categorical, ColumnKind, Date, Numeric, Range, YesNo
+from quietgrad.data.columns import MISSING, SINCE, Categorical, Choices, ColumnKind, Date, Numeric, Range, YesNo
 from quietgrad.named_settings import check_types, has_type
 
 Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
@@ -33,8 +33,9 @@ class Schema:
 
     `label` names the target; `classes` are its public values, or `label_bounds` its public range for regression
     (found privately without). `label_kind` is "yes/no" where any spelling of the two counts. `names` gives the
-    columns of a file without a header. `ids` are columns that are kept beside predictions. `drop_incomplete`
-    removes rows with a missing entry.
+    columns of a file without a header. `skip_lines` stand before the header of delimited text, `skip_rows` behind
+    it (units), and `skip_end` at the end (totals): they hold no records. `ids` are columns that are kept
+    beside predictions. `drop_incomplete` removes rows with a missing entry.
 
     >>> schema = Schema({"age": Numeric((0, 100)), "sex": Categorical(("F", "M"))}, "rich", classes=("no", "yes"))
     >>> schema.width, round(schema.row_bound, 3)
@@ -58,6 +59,9 @@ class Schema:
     """Columns of free text, which are no features."""
     label_lenient: bool = False
     """Whether a cell of a numeric label that is no number counts as missing in a description."""
+    skip_lines: int = 0
+    skip_rows: int = 0
+    skip_end: int = 0
 
     def __post_init__(self) -> None:
         if not self.columns:
@@ -122,7 +126,7 @@ SchemaSource: TypeAlias = Schema | Said | str | Path
 _WORDS: TypeAlias = list[str | int | float | bool]
 _TABLE: dict[str, Any] = {
     "label": dict, "columns": dict, "delimiter": str, "names": list[str], "missing": list[str],
-    "drop_incomplete": bool, "encoding": str,
+    "drop_incomplete": bool, "encoding": str, "skip_lines": int, "skip_rows": int, "skip_end": int,
 }  # fmt: skip
 _LABEL: dict[str, Any] = {
     "column": str, "kind": str | None, "classes": _WORDS | None, "bounds": list[float | str] | None, "decimal": str,
@@ -131,7 +135,7 @@ _LABEL: dict[str, Any] = {
 _COLUMN: dict[str, Any] = {
     "kind": str | None, "missing": str | None, "bounds": list[float | str | date], "categories": _WORDS,
     "drop_first": bool, "log": bool, "fill": float | None, "decimal": str, "thousands": str,
-    "format": str | list[str], "parts": list[str], "since": str | date, "unreadable": str | None,
+    "separator": str, "format": str | list[str], "parts": list[str], "since": str | date, "unreadable": str | None,
 }  # fmt: skip
 
 
@@ -197,6 +201,7 @@ def read_schema(source: SchemaSource) -> Schema:
             ids=tuple(aside["id"]),
             texts=tuple(aside["text"]),
             label_lenient=label.get("unreadable") == "gap",
+            **_skipped(source),
         )
     except DataError:
         raise
@@ -207,6 +212,14 @@ def read_schema(source: SchemaSource) -> Schema:
             'Expected {"label": {"column": …, "classes": […]}, '
             '"columns": {name: {"bounds": [low, high]} or {"categories": […]}}}.'
         ) from None
+
+
+def _skipped(source: Said) -> dict[str, int]:
+    """How many lines of delimited text hold no records: before the header, behind it and at the end."""
+    counts = {name: int(source.get(name, 0)) for name in ("skip_lines", "skip_rows", "skip_end")}
+    if wrong := [name for name, count in counts.items() if count < 0]:
+        raise DataError(f"schema: {wrong[0]} must be a number of lines ≥ 0.")
+    return counts
 
 
 def _label(options: Said, problems: list[str]) -> tuple[Any, Any, Any]:
@@ -227,7 +240,7 @@ def _label(options: Said, problems: list[str]) -> tuple[Any, Any, Any]:
     return None, None, "category" if not problems else "number"
 
 
-_KINDS = ("number", "whole number", "category", "yes/no", "date", "id", "text")
+_KINDS = ("number", "whole number", "category", "choices", "yes/no", "date", "id", "text")
 
 
 def _column(options: Said) -> ColumnKind:
@@ -249,10 +262,12 @@ def _column(options: Said) -> ColumnKind:
         form = options.get("format", "%Y-%m-%d")
         forms = form if isinstance(form, str) else tuple(map(str, form))
         return Date((ends[0], ends[1]) if ends else None, forms, parts, flagged, since, _is_lenient(options))
-    if kind == "category" or "categories" in options:
+    if kind in ("category", "choices") or "categories" in options:
         if not options.get("categories"):
             raise DataError("`categories` is empty: list its public values, or leave the column out")
         categories = tuple(str(c) for c in options["categories"])
+        if kind == "choices":
+            return Choices(categories, str(options.get("separator", ";")), flagged)
         return Categorical(categories, bool(options.get("drop_first", False)), flagged)
     if "bounds" in options or kind is not None:
         limits = list(options.get("bounds", ()))

@@ -28,7 +28,7 @@ from quietgrad.data.columns import (
     yes_or_no,
 )
 from quietgrad.data.dataset import LABELS_ARE_WORDS, Dataset, Task, check, encode_labels
-from quietgrad.data.delimited import CSVDialect, as_utf8
+from quietgrad.data.delimited import CSVDialect, as_utf8, without_end
 from quietgrad.data.file_formats import EXPANSION, budget, read_content
 from quietgrad.data.schema import Schema
 from quietgrad.tables.labels import ClassLabels
@@ -291,6 +291,7 @@ def parse_csv(
     [[1.0, 2.0], [3.0, 4.0]]
     """
     content = as_utf8(content, encoding or (schema.encoding if schema is not None else None), name)
+    content = content if schema is None else without_end(content, schema.skip_end)
     dialect = CSVDialect.of(content, name, schema, delimiter)
     if schema is None and dialect.names and all(is_number(cell) for cell in dialect.names):
         raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
@@ -395,7 +396,7 @@ def read_cells(path: Path, schema: Schema, extra: Sequence[str] = ()) -> dict[st
         with boundary(f"{path.name}: not a readable parquet file, or it lacks columns of the schema."):
             table = pq.read_table(path, columns=wanted)
             return {name: table.column(name).to_pylist() for name in wanted}
-    content = as_utf8(read_content(path), schema.encoding, path.name)
+    content = without_end(as_utf8(read_content(path), schema.encoding, path.name), schema.skip_end)
     dialect = CSVDialect.of(content, path.name, schema)
     if absent := [name for name in wanted if name not in dialect.names]:
         raise DataError(

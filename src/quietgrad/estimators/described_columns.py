@@ -83,6 +83,8 @@ def read_columns(
     """
     given = declared_columns(schema)
     names = [str(name) for name in (frame.columns if is_frame(frame) else frame)]
+    if len(set(names)) < len(names):
+        raise DataError("frame: two columns have the same name. Rename or drop one of them. Nothing was spent.")
     typed: list[str] = []
     columns, numbers = [], []
     described = {name for name, said in (given or {}).items() if said.get("kind") not in _SKIPPED}

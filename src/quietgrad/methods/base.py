@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.accounting.events import round_law
 from quietgrad.core.errors import SettingError
 from quietgrad.core.plans.method import HasSchedule
@@ -21,6 +22,7 @@ from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.clipping import FLAT, read_clipping
 from quietgrad.core.session.objectives import NoRegularizer, Objective, public_loss
 from quietgrad.core.session.queries import Asked
+from quietgrad.core.settings import Within
 from quietgrad.core.vectors import Vector, copy, subtracted_from, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
 from quietgrad.methods.oracles.base import Estimate, Oracle
@@ -94,6 +96,22 @@ class Algorithm(HasSchedule, Protocol):
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """Return the notes that the privacy statement of a run of ``plan`` adds to its ε."""
         return ()
+
+
+def check_known(n: object, dim: object, budget: object, **sizes: float | None) -> None:
+    """Check what every theorem's settings follow from: records, dimension, budget, and positive numbers by name.
+
+    >>> check_known(1000, 0, Budget(1.0, 1e-5))
+    Traceback (most recent call last):
+    quietgrad.core.errors.SettingError: dim=0: must be a whole number ≥ 1.
+    """
+    for name, count in (("n", n), ("dim", dim)):
+        Within(1, whole=True).check(name, count)
+    if not isinstance(budget, Budget):
+        raise TypeError(f"budget={budget!r}: must be a Budget(epsilon, delta).")
+    for name, size in sizes.items():
+        if size is not None:
+            Within(0.0, 1e300, closed=False).check(name, size)
 
 
 class FirstOrder(Algorithm):

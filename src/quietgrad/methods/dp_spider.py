@@ -56,9 +56,9 @@ from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.plans.slots import Law
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.objectives import LossConstants
-from quietgrad.core.settings import Count, Positive, Within, field_values
+from quietgrad.core.settings import Count, Positive, field_values
 from quietgrad.core.vectors import Vector, norm
-from quietgrad.methods.base import FirstOrder, Output, State
+from quietgrad.methods.base import FirstOrder, Output, State, check_known
 from quietgrad.methods.learning_rates import LearningRate, as_rate
 from quietgrad.methods.oracles.spider import AdaptiveSpider, Finite, Spider, SpiderOracle, SpiderSettings
 
@@ -156,7 +156,7 @@ class DPSpider(SpiderSettings, FirstOrder):
             growth: μ_F of the Polyak–Łojasiewicz inequality.
         """
         lipschitz, record, smooth = constants.needed("lipschitz", "record_smoothness", "smoothness")
-        Within(0.0, closed=False).check("initial_gap", initial_gap)
+        check_known(n, dim, budget, initial_gap=initial_gap, growth=growth)
         # The noise of a coordinate of a mean, for clip 1 and one release that spends the whole budget.
         unit = calibrate_event(events.Gaussian, budget=budget) / n
         best: tuple[float, DPSpider] | None = None

@@ -17,7 +17,7 @@ from quietgrad.core.session.clipping import FLAT, Clipping, ClippingName, read_c
 from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.settings import Count, NotNegative, Positive, Within
 from quietgrad.core.vectors import Vector, norm
-from quietgrad.methods.base import FirstOrder, Output, State
+from quietgrad.methods.base import FirstOrder, Output, State, check_known
 from quietgrad.methods.learning_rates import LearningRate
 from quietgrad.methods.oracles.base import Noise, Oracle
 from quietgrad.methods.oracles.gradient_estimators import RecursiveMomentum, first_apart
@@ -105,7 +105,7 @@ class DPSRM(FirstOrder):
             initial_gap: D_F ≥ F(θ⁰) − min F, a public number.
         """
         g, smooth = constants.needed("lipschitz", "smoothness")
-        Within(0.0, closed=False).check("initial_gap", initial_gap)
+        check_known(n, dim, budget, initial_gap=initial_gap, scale=scale)
         root = math.sqrt(dim * math.log(1.0 / budget.delta))
         ne = n * budget.epsilon
         zeta = scale * math.sqrt(g) * math.sqrt(math.sqrt(smooth * initial_gap) * root) / math.sqrt(ne)

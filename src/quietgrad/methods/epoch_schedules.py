@@ -129,7 +129,7 @@ class _Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table:
+class _Factors:
     factors: Sequence[float]
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class StepNoise(_Steps, NoiseSchedule):
     """The noise multiplier is multiplied by ``gamma`` after every ``step_size`` epochs."""
 
 
-class TableNoise(_Table, NoiseSchedule):
+class TableNoise(_Factors, NoiseSchedule):
     """The noise multiplier times the epoch's number in ``factors``; the last one is for all that follow."""
 
 
@@ -179,7 +179,7 @@ class StepGradClip(_Steps, ClipSchedule):
     """C is multiplied by ``gamma`` after every ``step_size`` epochs."""
 
 
-class TableGradClip(_Table, ClipSchedule):
+class TableGradClip(_Factors, ClipSchedule):
     """C times the epoch's number in ``factors``; the last one is for all epochs that follow."""
 
 

@@ -40,7 +40,7 @@ from quietgrad.core.session.objectives import LossConstants, Objective
 from quietgrad.core.session.queries import Asked, GradientQuery
 from quietgrad.core.settings import Count, Positive, Within
 from quietgrad.core.vectors import Vector
-from quietgrad.methods.base import Algorithm, State
+from quietgrad.methods.base import Algorithm, State, check_known
 from quietgrad.tables.queries.local_fit import LocalFit, local_fit
 
 
@@ -96,7 +96,7 @@ class OutputPerturbation(Algorithm):
         [36, 34]
         """
         lipschitz, beta = constants.needed("lipschitz", "smoothness")
-        Within(0.0, closed=False).check("distance", distance)
+        check_known(n, dim, budget, distance=distance, scale=scale)
         mu = constants.strong_convexity
         size = float(dim * dim) if mechanism == "pure" else dim * math.log(1.0 / budget.delta)
         signal = (n * budget.epsilon * distance / lipschitz) ** 2 / size
@@ -195,6 +195,7 @@ class WeightedAverage(Algorithm):
         (351, 3.85)
         """
         lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        check_known(n, dim, budget, scale=scale)
         strength = constants.strong_convexity if growth is None else growth
         if not strength:
             raise ValueError(

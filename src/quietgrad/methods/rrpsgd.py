@@ -15,15 +15,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import SettingError
 from quietgrad.core.plans.schedule import plan
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.objectives import LossConstants
-from quietgrad.core.settings import Count, NotNegative, Positive, Within
+from quietgrad.core.settings import Count, NotNegative, Positive
 from quietgrad.core.vectors import Vector, norm
-from quietgrad.methods.base import FirstOrder, Output
+from quietgrad.methods.base import FirstOrder, Output, check_known
 from quietgrad.methods.learning_rates import Inverse, InverseSqrt, LearningRate
 from quietgrad.methods.oracles.base import Oracle
 from quietgrad.methods.oracles.gradient_estimators import MiniBatch
+
+_MOST_STEPS = 10**7  # whose random round is averaged over in memory
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,13 @@ class RRPSGD(FirstOrder):
         (400, 0.25, True)
         """
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
-        Within(0.0, closed=False).check("initial_gap", initial_gap)
+        check_known(n, dim, budget, initial_gap=initial_gap, batch_size=batch_size)
+        if (n / batch_size) ** 2 > _MOST_STEPS:
+            raise SettingError(
+                "{batch_size}: the theorem's (n/batch_size)² steps are too many to account for. "
+                f"Use batch_size={math.ceil(n / math.sqrt(_MOST_STEPS))} or more.",
+                batch_size=batch_size,
+            )
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
                              learning_rate=1.0 / smooth)  # fmt: skip
         z = plan(draft, n=n, budget=budget).noise_multiplier

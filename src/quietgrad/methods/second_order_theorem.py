@@ -11,6 +11,7 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import SettingError
 from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.settings import Within
+from quietgrad.methods.base import check_known
 
 
 class TheoremParameters(NamedTuple):
@@ -76,8 +77,7 @@ def solve(
     """
     g, m, rho = constants.needed("lipschitz", "smoothness", "hessian_lipschitz")
     s, c, u = scale, constant, risk_bound
-    for name, number in (("risk_bound", u), ("scale", s), ("constant", c)):
-        Within(0.0, 1e300, closed=False).check(name, number)
+    check_known(n, dim, budget, risk_bound=u, scale=s, constant=c)
     Within(0.0, 1.0 - 1e-9, closed=False).check("failure", failure)
     noise = calibrate_event(events.Gaussian, budget=budget)
     Within(1, whole=True).check("parties", parties)

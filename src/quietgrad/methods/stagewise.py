@@ -21,7 +21,7 @@ from quietgrad.core.session.objectives import LossConstants
 from quietgrad.core.session.queries import Asked, GradientQuery
 from quietgrad.core.settings import Count, Fraction, Positive, Within
 from quietgrad.core.vectors import Vector, copy
-from quietgrad.methods.base import Algorithm, State
+from quietgrad.methods.base import Algorithm, State, check_known
 from quietgrad.methods.oracles.base import Noise, slot_of
 
 
@@ -98,6 +98,7 @@ class StagewiseDPSGD(Algorithm):
         """
         lipschitz, beta = constants.needed("lipschitz", "smoothness")
         mu = constants.strong_convexity if growth is None else growth
+        check_known(n, dim, budget)
         Within(0.0, closed=False).check("growth", mu)
         Within(0.0, 1.0, closed=False).check("quasi_convexity", quasi_convexity)
         Within(0.0, 1.0).check("early", early)

@@ -80,6 +80,8 @@ _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
 _AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs no accuracy
 _WIDE = 2.5  # times the clip: most gradients are shorter; wider still only where signal abounds
 _ABOUNDS = 8.0
+_LEAPS = 1.6  # times 1 + β: descent diverges at 2
+_DOUBTS = 2.0  # standard errors by which a curvature must be too large for the step
 _WIDEST_COUNTS = 16.0  # in means of the counts: a clip for the rarest would drown the rest
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _MOST_ROWS = 0.9  # share of centred rows that keep their length
@@ -238,7 +240,9 @@ class WhitenedGD(Algorithm):
         gradient = session.release("gradient", self._seen(query, state))
         gradient *= 1.0 / session.expected_batch("gradient")
         gradient += whitening.pull_back(session.regularizer.gradient(whitening.to_raw(extra["inner"])))
+        self._calm(state, session, gradient)
         extra["velocity"] = extra["momentum"] * extra["velocity"] + gradient
+        extra["rates"] = [*extra.get("rates", ()), extra["rate"]]
         rate = self.learning_rate * extra["rate"] / curvature
         far = rate / (1.0 - extra["momentum"])
         extra["inner"] = extra["inner"] - rate * _tempered(
@@ -253,6 +257,30 @@ class WhitenedGD(Algorithm):
         if state.done:
             self._finish(state, session, whitening)
         return state
+
+    def _calm(self, state: State, session: Session, gradient: Floats) -> None:
+        """Shorten the steps where they leap over the minimum, further each time.
+
+        Steps are sized for features that whitening makes uncorrelated. A diagonal does not: the steepest direction
+        of d correlated features has up to d times the curvature of one. Heavy-ball descent diverges where step
+        times curvature exceeds 2(1 + β). The last move Δ and the change of the gradient along it show the curvature
+        Δ·(g − g′)/‖Δ‖², which is no larger than the steepest one. Steps become shorter where it is too large by
+        more than noise: that of g, that of g′, and what both Δ and g′ have of the latter. Only releases are read,
+        so this costs no privacy.
+        """
+        extra, pace = state.extra, _pace_of(session.objective) / self.learning_rate
+        noise = noise_of(session, "gradient", extra["clip"]) / session.expected_batch("gradient")
+        if "last_gradient" in extra:
+            moved, size = extra["inner"] - extra["last_inner"], len(gradient)
+            square = max(float(moved @ moved), 1e-300)
+            shared = size * noise * noise * extra["rate"] / pace
+            curvature = (float(moved @ (gradient - extra["last_gradient"])) - shared) / square
+            doubt = noise * math.sqrt(2.0 / square) + shared * math.sqrt(2.0 / size) / square
+            limit = (1.0 + extra["momentum"]) * pace
+            if (least := curvature - _DOUBTS * doubt) * extra["rate"] > _LEAPS * limit:
+                extra["rate"] = limit / least
+                extra["velocity"] = np.zeros_like(gradient)
+        extra["last_inner"], extra["last_gradient"] = extra["inner"].copy(), gradient.copy()
 
     def _finish(self, state: State, session: Session, whitening: Whitening) -> None:
         """Take the Newton step if it was bought. Keep raw parameters and the details of the result."""
@@ -303,13 +331,14 @@ class WhitenedGD(Algorithm):
             shares, axes = np.linalg.eigh(scale @ (extra["second"] - np.outer(shift, shift)) @ scale)
         shares = np.clip(shares, 0.0, 1.0)
         curvature = 0.6 * smooth * np.append(shares, 1.0)  # of the constant last
-        eta, n = self.learning_rate * extra["rate"] / smooth, session.expected_batch("gradient")
+        n, rates = session.expected_batch("gradient"), np.asarray(extra["rates"])
+        etas = self.learning_rate / smooth * np.pad(rates, (self.steps - len(rates), 0), mode="edge")
         noisy, reached = np.zeros_like(curvature), np.zeros_like(curvature)
         for hit in range(self.steps):
             place, speed, mean = np.zeros_like(curvature), np.zeros_like(curvature), np.zeros_like(curvature)
             for t in range(hit, self.steps):
                 speed = extra["momentum"] * speed + curvature * place + (t == hit)
-                place = place - eta * speed
+                place = place - etas[t] * speed
                 if 2 * (t + 1) > self.steps:
                     mean += place / (self.steps - self.steps // 2)
             noisy += mean * mean

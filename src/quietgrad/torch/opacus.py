@@ -172,7 +172,7 @@ def make_private(
     if not wrap_model and module is not wrapped:
         raise ValueError(
             f"wrap_model=False: the module is in {type(wrapped).__name__}, whose calls do not reach the private "
-            "loop. Give the module inside it: on several processes nothing needs to be wrapped."
+            "loop. Give the module inside it: nothing needs to be wrapped, on several processes neither."
         )
     shards = WholeModule(module)
     clip, rule = _clipping(max_grad_norm, clipping, module)

@@ -20,7 +20,7 @@ from quietgrad.core.sanitize import html_facts
 from quietgrad.core.session.base import Session, SessionCost
 
 SEEDED = "seeded randomness: not private"
-N_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
+N_TAKEN = "n was taken from the data set's length, which is thereby declared public (n_public= declares another)"
 UNKEPT = "kept in no ledger"
 SO_FAR = "planned steps so far"
 _IN_THE_LINE = (UNKEPT, N_TAKEN, SO_FAR)

@@ -365,14 +365,13 @@ class PrivateLoader:
 
 
 class BatchMemoryManager:
-    """Cuts each sample of a private loader into physical batches.
-
-    A piece has at most ``max_physical_batch_size`` records.
+    """Cuts each sample of a private loader into physical batches, under Opacus' name.
 
     The loop steps on every piece. A piece's clipped sum is kept; the step comes with the last piece of a sample,
-    which stays one release. Into how many pieces a sample is cut is public: one that is much larger than expected
-    has larger pieces. People without ``records_per_person`` are cut by how many records they have, and ε is
-    conditional.
+    which stays one release. Into how many pieces a sample is cut is public, and enough for pieces of at most
+    ``max_physical_batch_size`` records in a sample of up to four standard deviations above the expected size. Only
+    a sample that is larger still has larger pieces: more of them would tell its size. People without
+    ``records_per_person`` are cut by how many records they have, and ε is conditional.
     """
 
     def __init__(self, *, data_loader: object, max_physical_batch_size: int, optimizer: Optimizer) -> None:

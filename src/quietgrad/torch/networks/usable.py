@@ -152,7 +152,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
     >>> uncompiled(layers)[0]._compiled_call_impl is None
     True
     """
-    made_plain = []
+    made_plain: list[str] = []
+    parts: object = module
+    if not isinstance(parts, nn.Module):  # what is none is refused where modules are checked
+        return module
     while "_orig_mod" in module._modules:
         module, made_plain = module._modules["_orig_mod"], ["the module"]  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
@@ -172,10 +175,21 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module
 
 
+def _is_lightning(layer: nn.Module) -> bool:
+    kinds = [kind for kind in type(layer).__mro__ if kind.__name__ == "LightningModule"]
+    return any(kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for kind in kinds)
+
+
 def refuse_unusable_modules(module: nn.Module) -> None:
     """Raise ValueError for a module whose layers cannot be reached or have no values."""
     for name, layer in module.named_modules():
         where = f"layer {name!r}" if name else "the module"
+        if _is_lightning(layer):
+            raise ValueError(
+                f"{where} is a LightningModule, whose own methods reach the trainer, its logs and metrics, where a "
+                "record could leave something for the next one. Give the network that it holds, with "
+                "make_private(module=self.net, wrap_model=False), and call self.net(x) in training_step."
+            )
         if isinstance(layer, torch.jit.ScriptModule):
             raise ValueError(f"{where} was compiled by torch.jit, which hides its layers: give the Python module.")
         if hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None:
