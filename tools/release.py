@@ -20,6 +20,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import reference
 import sbom
 from packaging.requirements import Requirement
 
@@ -90,24 +91,25 @@ def checked_version() -> str:
 
 
 def build() -> tuple[Path, Path]:
-    """Both files, made afresh. The wheel's modules have no comments, which are a twentieth of it."""
+    """Both files, made afresh. The wheel's modules have no comments, and examples of public names alone."""
     shutil.rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--sdist", "--outdir", str(DIST), str(ROOT))
     sdist = next(DIST.glob("quietgrad-*.tar.gz"))
+    public = frozenset(name for room in reference.ROOMS for name in reference.public(room))
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         tree = next(Path(folder).iterdir())
         for module in (tree / "src" / "quietgrad").rglob("*.py"):
-            module.write_text(without_comments(module.read_text(encoding="utf-8")), encoding="utf-8")
+            module.write_text(without_comments(module.read_text(encoding="utf-8"), public), encoding="utf-8")
         run(sys.executable, "-m", "build", "--wheel", "--outdir", str(DIST), str(tree))
     wheel = next(DIST.glob("quietgrad-*.whl"))
     repack(wheel)
     return wheel, sdist
 
 
-def without_comments(text: str) -> str:
-    """The module without its comments: the same program, docstrings included, on the same lines.
+def without_comments(text: str, public: frozenset[str] = frozenset()) -> str:
+    """The module without comments, and without examples of what is not ``public``: the same program, line by line.
 
     >>> without_comments('x = 1  # one\\n# two\\ny = "# three"\\n')
     'x = 1\\n\\ny = "# three"\\n'
@@ -117,11 +119,35 @@ def without_comments(text: str) -> str:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
+    for first, last in internal_docstrings(text, public):
+        example = False
+        for row in range(first, last):  # the last line has the closing quotes
+            words = lines[row - 1].strip()
+            example = words.startswith(">>>") or (example and bool(words))
+            if example:
+                lines[row - 1] = "\n"
     shorter = "".join(lines)
-    before, after = (ast.dump(ast.parse(each), include_attributes=True) for each in (text, shorter))
-    if before != after:
+    if program(text, public) != program(shorter, public):
         raise SystemExit("without its comments a module is another program")
     return shorter
+
+
+def internal_docstrings(text: str, public: frozenset[str]) -> list[tuple[int, int]]:
+    """First and last line of each docstring in a function or class of a module that is not ``public``."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    tops = [node for node in ast.parse(text).body if isinstance(node, kinds) and node.name not in public]
+    owners = [node for top in tops for node in ast.walk(top) if isinstance(node, kinds) and ast.get_docstring(node)]
+    return [(owner.body[0].lineno, owner.body[0].end_lineno or 0) for owner in owners]
+
+
+def program(text: str, public: frozenset[str]) -> str:
+    """What a module does, and on which lines: its tree without the docstrings that may lose their examples."""
+    tree = ast.parse(text)
+    places = {first for first, _ in internal_docstrings(text, public)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno in places:
+            node.value = ""
+    return ast.dump(tree, include_attributes=True)
 
 
 def repack(wheel: Path) -> None:

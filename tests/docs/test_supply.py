@@ -111,3 +111,8 @@ def test_a_module_without_comments_is_the_same_program() -> None:
     release = importlib.import_module("release")
     module = 'def f(x):  # why\n    """What # it does."""\n    # because\n    return f"{x} # {x!r}"  # fmt: skip\n'
     assert release.without_comments(module) == 'def f(x):\n    """What # it does."""\n\n    return f"{x} # {x!r}"\n'
+    inner = 'def g():\n    """Why.\n\n    >>> 1\n    1\n    """\n'
+    outer = inner.replace("def g", "def f")
+    assert release.without_comments(f"{inner}\n\n{outer}", frozenset({"f"})) == (
+        inner.replace("    >>> 1\n    1\n", "\n\n") + f"\n\n{outer}"
+    )
