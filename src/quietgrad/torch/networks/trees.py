@@ -116,7 +116,7 @@ def outline(value: PyTree, leaf: Callable[[Any], Any] = lambda _: None, above: t
     if isinstance(value, dict | UserDict | tuple | list):
         items = value.items() if isinstance(value, dict | UserDict) else enumerate(value)
         beside = {name: held for name, held in getattr(value, "__dict__", {}).items() if name != "data"}
-        made = tuple((key, outline(item, leaf, above)) for key, item in items)
+        made = tuple((key, leaf(key), outline(item, leaf, above)) for key, item in items)  # 1 == True as keys
         # Attributes of a subclass are not among its parts.
         return type(value), made, leaf(beside) if beside else None
     if id(value) in above:

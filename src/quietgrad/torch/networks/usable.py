@@ -148,7 +148,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module as it was written: ``torch.compile`` is taken off it, and a line of the log says so.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2))
-    >>> layers[0].compile()
+    >>> layers[0].compile(backend="eager")
     >>> uncompiled(layers)[0]._compiled_call_impl is None
     True
     """
