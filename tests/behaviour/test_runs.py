@@ -189,7 +189,7 @@ def test_what_is_given_beside_a_folder_must_agree(tmp_path: Path) -> None:
             qg.resume(folder=tmp_path / "run", data=rows(0), **given)
     with pytest.raises(ValueError, match="data: must be given"):
         qg.resume(folder=tmp_path / "run")
-    with pytest.raises(DataError, match="a table run"):
+    with pytest.raises(DataError, match="unfinished table run"):
         open_run(tmp_path / "run", kind="loop")
     again = qg.resume(
         loss, rows(0), METHODS[0], folder=tmp_path / "run", account="people", cap=qg.Budget(5.0, 1e-5), ledger=book
@@ -372,6 +372,7 @@ def test_two_folders_of_one_table_add_up_on_the_command_line(
 
 
 def test_every_run_has_a_name_that_its_certificate_finds(tmp_path: Path) -> None:
+    qg.minimize(Logistic(), rows(1, 200), METHODS[0], budget=BUDGET, n_public=200)  # another table's line
     X, y = rows(0, 200)
     parties = [Party(X[::2], y[::2]), Party(X[1::2], y[1::2])]
     results = {
@@ -383,7 +384,7 @@ def test_every_run_has_a_name_that_its_certificate_finds(tmp_path: Path) -> None
         document = issue(tmp_path / name)
         assert document.body["ledger"]["run"] == result.details["run"]
         kinds = [line["kind"] for line in document.body["ledger"]["lines"]]
-        assert kinds == ["reserve", "close", "certificate"]  # of this run alone: other tables are nobody's business
+        assert kinds == ["open", "reserve", "close", "certificate"]  # of its account alone, not of other tables
         assert check(document).ok
 
 
