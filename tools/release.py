@@ -8,19 +8,15 @@ README promises, and writes the bill of materials of a plain install. Nothing is
 from __future__ import annotations
 
 import argparse
-import ast
-import io
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import tokenize
 import tomllib
 import zipfile
 from pathlib import Path
 
-import reference
 import sbom
 from packaging.requirements import Requirement
 
@@ -28,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKER = "zopfli==0.4.3"
-LARGEST_WHEEL = 1_200_000  # bytes: nothing but modules, 3.4 MB of them; no data, pictures or tables
+LARGEST_WHEEL = 1_200_000  # bytes: nothing but modules, 3.2 MB of them; no data, pictures or tables
 SLOWEST_IMPORT = 2.5  # times numpy's
 PYTHONS = ("3.11", "3.12", "3.13")
 VERIFIER = ROOT / "verifier"
@@ -91,63 +87,12 @@ def checked_version() -> str:
 
 
 def build() -> tuple[Path, Path]:
-    """Both files, made afresh. The wheel's modules have no comments, and examples of public names alone."""
+    """Both files, made afresh."""
     shutil.rmtree(DIST, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--sdist", "--outdir", str(DIST), str(ROOT))
-    sdist = next(DIST.glob("quietgrad-*.tar.gz"))
-    public = frozenset(name for room in reference.ROOMS for name in reference.public(room))
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-        tree = next(Path(folder).iterdir())
-        for module in (tree / "src" / "quietgrad").rglob("*.py"):
-            module.write_text(without_comments(module.read_text(encoding="utf-8"), public), encoding="utf-8")
-        run(sys.executable, "-m", "build", "--wheel", "--outdir", str(DIST), str(tree))
+    run(sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT))
     wheel = next(DIST.glob("quietgrad-*.whl"))
     repack(wheel)
-    return wheel, sdist
-
-
-def without_comments(text: str, public: frozenset[str] = frozenset()) -> str:
-    """The module without comments, and without examples of what is not ``public``: the same program, line by line.
-
-    >>> without_comments('x = 1  # one\\n# two\\ny = "# three"\\n')
-    'x = 1\\n\\ny = "# three"\\n'
-    """
-    lines = text.splitlines(keepends=True)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
-    for first, last in internal_docstrings(text, public):
-        example = False
-        for row in range(first, last):  # the last line has the closing quotes
-            words = lines[row - 1].strip()
-            example = words.startswith(">>>") or (example and bool(words))
-            if example:
-                lines[row - 1] = "\n"
-    shorter = "".join(lines)
-    if program(text, public) != program(shorter, public):
-        raise SystemExit("without its comments a module is another program")
-    return shorter
-
-
-def internal_docstrings(text: str, public: frozenset[str]) -> list[tuple[int, int]]:
-    """First and last line of each docstring in a function or class of a module that is not ``public``."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    tops = [node for node in ast.parse(text).body if isinstance(node, kinds) and node.name not in public]
-    owners = [node for top in tops for node in ast.walk(top) if isinstance(node, kinds) and ast.get_docstring(node)]
-    return [(owner.body[0].lineno, owner.body[0].end_lineno or 0) for owner in owners]
-
-
-def program(text: str, public: frozenset[str]) -> str:
-    """What a module does, and on which lines: its tree without the docstrings that may lose their examples."""
-    tree = ast.parse(text)
-    places = {first for first, _ in internal_docstrings(text, public)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno in places:
-            node.value = ""
-    return ast.dump(tree, include_attributes=True)
+    return wheel, next(DIST.glob("quietgrad-*.tar.gz"))
 
 
 def repack(wheel: Path) -> None:

@@ -109,8 +109,9 @@ def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
     assert [f.what for f in findings if f.verdict != "pass"] == []
     asked = " ".join(f.what for f in findings)
     elsewhere = {type(make(np.zeros(3), Relation.ADD_REMOVE)).__name__ for make in SECOND_ORDER.values()}
-    # A query about no feature adds nothing (tests/tables/test_people_queries.py has it). A frame shows rows to another query; the bound of a whole fit is a theorem with tests of its own, and what
-    # local steps give is asked of parties, in tests/tables/test_local_update.py.
+    # A query about no feature adds nothing (tests/tables/test_people_queries.py). A frame shows rows to another
+    # query. The bound of a whole fit is a theorem with tests of its own, and what local steps give is asked of
+    # parties, in tests/tables/test_local_update.py.
     others = {"BoxedQuery", "LocalFit", "LocalUpdateQuery", "NoFeatures"}
     assert not {name for name in existing if name not in asked} - elsewhere - others
 

@@ -104,15 +104,3 @@ def test_metadata_lists_the_pythons_that_a_release_tries() -> None:
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = [line.rpartition(" :: ")[2] for line in classifiers if "Python :: 3." in line]
     assert tuple(versions) == release.PYTHONS
-
-
-def test_a_module_without_comments_is_the_same_program() -> None:
-    """On the same lines, with its docstrings, and with what only looks like a comment."""
-    release = importlib.import_module("release")
-    module = 'def f(x):  # why\n    """What # it does."""\n    # because\n    return f"{x} # {x!r}"  # fmt: skip\n'
-    assert release.without_comments(module) == 'def f(x):\n    """What # it does."""\n\n    return f"{x} # {x!r}"\n'
-    inner = 'def g():\n    """Why.\n\n    >>> 1\n    1\n    """\n'
-    outer = inner.replace("def g", "def f")
-    assert release.without_comments(f"{inner}\n\n{outer}", frozenset({"f"})) == (
-        inner.replace("    >>> 1\n    1\n", "\n\n") + f"\n\n{outer}"
-    )
