@@ -283,8 +283,9 @@ class Date(ColumnKind):
             day is None and text not in absent for day, text in zip(found, texts, strict=True)
         ):
             raise DataError(
-                'format in the schema, such as format = "%d.%m.%Y", or several: ["%Y-%m-%d", "%Y%m%d"]. '
-                'format in the schema, such as format = "%d.%m.%Y", or several: ["%Y-%m-%d", "%d.%m.%Y"]. '
+                f"column {column!r} holds cells that are not dates of the form {' or '.join(self.formats)}. "
+                'Say its format in the schema, such as format = "%d.%m.%Y", or several: '
+                'format = ["%Y-%m-%d", "%d.%m.%Y"]. '
                 'To count the other cells as gaps, write unreadable = "gap" and missing = "indicator" for the '
                 "column. No privacy budget was spent."
             )
