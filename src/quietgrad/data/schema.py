@@ -276,7 +276,7 @@ def _is_lenient(options: Said) -> bool:
 
 
 def without_comments(content: bytes) -> bytes:
-    """A TOML schema without its comments, which may tell of cells; unchanged if they are part of what it says.
+    r"""A TOML schema without its comments, which may tell of cells; unchanged if they are part of what it says.
 
     >>> without_comments(b'# 3 rows\n[label]\ncolumn = "#y"  # "ill"\n').decode()
     '[label]\ncolumn = "#y"\n'
