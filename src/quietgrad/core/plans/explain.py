@@ -1,8 +1,9 @@
 """A plan in words: each release, its sensitivity, its amplification, the accountant, and what a scan would take.
 
-A release of a table that is not in memory is a pass over it. A pass costs so much per row and per value, and where
-rows are measured in whitened coordinates so much per value squared. The five numbers are fitted to measured runs by
-``benchmarks/scan.py cost`` and kept in ``pass_cost.json`` with their error on runs that the fit has not seen.
+A release of a table that is not in memory is a pass over it. A pass costs so much per row and per value: more if it
+reads files, less if it sums rows that an earlier pass kept. A matrix of second moments costs so much per value
+squared. The seven numbers are fitted to measured runs by ``benchmarks/scan.py cost`` and kept in ``pass_cost.json``
+with their error on runs that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -85,16 +86,23 @@ def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
 BYTES_PER_VALUE = 4  # float32, as tables this large are written
 _RELEASE_SECONDS = 0.06  # to tell a cluster what to sum and to hear of it
 _MATRIX = frozenset({"second-moments", "information"})
+_RANGES = ("ranges", "offsets")  # how the slots begin that look for ranges that were not declared
 
 
 @dataclass(frozen=True)
 class ScanCostModel:
-    """Processor seconds of the machine the model was fitted on; errors are relative, of unseen runs."""
+    """Processor seconds of the machine the model was fitted on; errors are relative, of unseen runs.
+
+    A pass reads the rows from their files (``per_row``, ``per_value``), or sums rows that an earlier one kept
+    (``kept_row``, ``kept_value``). A matrix of second moments costs ``per_square`` more.
+    """
 
     fixed: float
     per_pass: float
     per_row: float
     per_value: float
+    kept_row: float
+    kept_value: float
     per_square: float
     typical_error: float
     worst_error: float
@@ -104,14 +112,15 @@ class ScanCostModel:
         """The fitted model."""
         return cls(**json.loads((files("quietgrad.core.plans") / "pass_cost.json").read_text()))
 
-    def seconds(self, rows: int, columns: int, passes: int, matrix_passes: int) -> float:
+    def seconds(self, rows: int, columns: int, reads: int, kept_passes: int, matrix_passes: int) -> float:
         """Processor seconds of a run.
 
-        >>> ScanCostModel(1.0, 0.0, 0.0, 1e-9, 0.0, 0.1, 0.2).seconds(10**6, 100, 10, 0)
+        >>> ScanCostModel(1.0, 0.0, 0.0, 1e-9, 0.0, 1e-10, 0.0, 0.1, 0.2).seconds(10**6, 100, 10, 0, 0)
         2.0
         """
-        reading = passes * (self.per_pass + rows * (self.per_row + self.per_value * columns))
-        return self.fixed + reading + matrix_passes * rows * self.per_square * columns**2
+        reading = reads * (self.per_pass + rows * (self.per_row + self.per_value * columns))
+        summing = kept_passes * (self.per_pass + rows * (self.kept_row + self.kept_value * columns))
+        return self.fixed + reading + summing + matrix_passes * rows * self.per_square * columns**2
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,7 @@ class ScanCostEstimate:
     """The expected time and memory of a run on a scan."""
 
     passes: int
+    reads: int
     bytes_read: int
     processor_hours: float
     hours: float
@@ -133,7 +143,8 @@ class ScanCostEstimate:
         """The numbers for people."""
         return [
             ("passes", f"{self.passes}, the first to check the table"),
-            ("read", f"{_sized(self.bytes_read)} of float32, {_sized(self.bytes_read // self.passes)} a pass"),
+            ("read", f"{_sized(self.bytes_read)} of float32 from the files, {self.reads} times the table"),
+            ("kept", f"{self.passes - self.reads} passes sum rows in memory or in scratch files"),
             ("processor", f"{self.processor_hours:.3g} hours"),
             ("time", f"{_spoken(self.hours)} if the storage keeps up"),
             (
@@ -149,14 +160,23 @@ def expected_cost(plan: Plan, columns: int, machines: int, cores: int) -> ScanCo
     cost, rows = ScanCostModel.measured(), plan.n_public
     slots = plan.schedule.slots
     passes = 1 + sum(slot.count for slot in slots)
-    full = plan.config.get("moments") == "full"
-    # In whitened coordinates every gradient measures its rows anew.
-    matrix = sum(slot.count for slot in slots if slot.name in _MATRIX or slot.name == "gradient") if full else 0
-    processor = cost.seconds(rows, columns, passes, matrix)
+    matrix = 0
+    reads = passes
+    if "moments" in plan.config:  # a method that boxes rows, which a scan keeps from its second reading on
+        features = (plan.config.get("look") or {}).get("features")
+        undeclared = features is None or any(bounds is None for bounds in features)
+        looks = sum(slot.count for slot in slots if slot.name.startswith(_RANGES))
+        reads = 2 + (looks if undeclared else 0)
+        passes -= 0 if undeclared else looks  # without a feature to look at, no table is read
+        if plan.config["moments"] == "full":
+            matrix = sum(slot.count for slot in slots if slot.name in _MATRIX)
+    processor = cost.seconds(rows, columns, reads, passes - reads, matrix)
     waiting = passes * _RELEASE_SECONDS if machines > 1 else 0.0
     hours = (processor / (machines * cores) + waiting) / 3600.0
-    bytes_read = passes * rows * (columns + 1) * BYTES_PER_VALUE
-    return ScanCostEstimate(passes, bytes_read, processor / 3600.0, hours, cost.typical_error, cost.worst_error)
+    bytes_read = reads * rows * (columns + 1) * BYTES_PER_VALUE
+    return ScanCostEstimate(
+        passes, reads, bytes_read, processor / 3600.0, hours, cost.typical_error, cost.worst_error
+    )
 
 
 def _sized(count: int) -> str:
