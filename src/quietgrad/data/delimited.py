@@ -181,6 +181,8 @@ def _end_of_lines(text: bytes, count: int) -> int:
     """Where the first ``count`` lines of a text end."""
     place = 0
     for _ in range(count):
+        if place == len(text):
+            break
         place = text.find(b"\n", place) + 1 or len(text)
     return place
 

@@ -214,11 +214,14 @@ def read_schema(source: SchemaSource) -> Schema:
         ) from None
 
 
+_MOST_SKIPPED = 10_000  # lines that hold no records, on each side of them
+
+
 def _skipped(source: Said) -> dict[str, int]:
     """How many lines of delimited text hold no records: before the header, behind it and at the end."""
     counts = {name: int(source.get(name, 0)) for name in ("skip_lines", "skip_rows", "skip_end")}
-    if wrong := [name for name, count in counts.items() if count < 0]:
-        raise DataError(f"schema: {wrong[0]} must be a number of lines ≥ 0.")
+    if wrong := [name for name, count in counts.items() if not 0 <= count <= _MOST_SKIPPED]:
+        raise DataError(f"schema: {wrong[0]} must be a number of lines between 0 and {_MOST_SKIPPED}.")
     return counts
 
 
