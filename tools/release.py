@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKER = "zopfli==0.4.3"
-LARGEST_WHEEL = 1_200_000  # bytes: nothing but modules, 3.2 MB of them; no data, pictures or tables
+LARGEST_WHEEL = 1_260_000  # bytes: nothing but modules, 3.4 MB of them; no data, pictures or tables
 SLOWEST_IMPORT = 2.5  # times numpy's
 PYTHONS = ("3.11", "3.12", "3.13")
 VERIFIER = ROOT / "verifier"
