@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -330,3 +330,143 @@ def test_layers_that_are_unfrozen_later_need_a_new_plan() -> None:
         criterion(made(x), y).backward()
         optimizer.step()
     assert all(param.grad is not None for param in model.parameters())
+
+
+class Remembering:
+    """A record whose own code keeps in its class what it saw."""
+
+    top = 0.0
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def sign(self) -> float:
+        Remembering.top = max(Remembering.top, float(self.y))
+        return -1.0 if Remembering.top > 5 else 1.0
+
+
+class Loose(dict):  # type: ignore[type-arg]
+    """A dictionary with an attribute beside its items."""
+
+
+class Slotted(dict):  # type: ignore[type-arg]
+    __slots__ = ("w",)
+
+
+class Hiding:
+    """What pickle leaves the number out of."""
+
+    def __init__(self, w: float) -> None:
+        self.w = w
+
+    def __call__(self) -> float:
+        return self.w
+
+    def __reduce__(self) -> Any:
+        return Hiding, (0.0,)
+
+
+SHARED: deque[float] = deque()
+
+
+def _weight(y: Tensor) -> float:
+    return -1.0 if float(y) > 5 else 1.0
+
+
+def _loose(x: Tensor, y: Tensor) -> Any:
+    record = Loose(x=x)
+    record.data = _weight(y)  # type: ignore[attr-defined]
+    return record
+
+
+def _slotted(x: Tensor, y: Tensor) -> Any:
+    record = Slotted(x=x)
+    record.w = _weight(y)  # type: ignore[attr-defined]
+    return record
+
+
+def _default(x: Tensor, y: Tensor) -> Any:
+    weight = _weight(y)
+    record: Any = defaultdict(lambda: weight)
+    record["x"] = x
+    return record
+
+
+def _seen(record: Any) -> float:
+    record[2].append(float(record[1]))
+    return -1.0 if max(record[2]) > 5 else 1.0
+
+
+HOSTILE: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
+    "its class keeps": (Remembering, lambda b: b.x.sum() * b.sign()),
+    "a shared object keeps": (lambda x, y: (x, y, SHARED), lambda b: b[0].sum() * _seen(b)),
+    "an attribute beside items": (_loose, lambda b: b["x"].sum() * b.data),
+    "a slot beside items": (_slotted, lambda b: b["x"].sum() * b.w),
+    "a factory": (_default, lambda b: b["x"].sum() * b["absent"]),
+    "an object that pickle cuts": (lambda x, y: (x, Hiding(_weight(y))), lambda b: b[0].sum() * b[1]()),
+}
+
+
+class Records:
+    """Twenty records, of which the first has another label."""
+
+    def __init__(self, first: float) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(2), torch.tensor(self.first if place == 0 else 1.0)
+
+
+def _sum(model: nn.Module, loss: Any, data: Any, n: int, collate: Any = None) -> Tensor:
+    """The clipped sum of all records, by a step with next to no noise."""
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    with pytest.warns(UserWarning, match="not private"):
+        loop = qt.PrivateLoop(
+            model, loss, data, batch_size=n, epochs=1, max_grad_norm=1.0, noise_multiplier=1e-6, sampling="turns",
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0), n_public=n, seed=0, collate_fn=collate,
+        )  # fmt: skip
+    for batch in loop:
+        loop.step(batch)
+    return torch.cat([param.detach().flatten() for param in model.parameters()]).mul_(-float(n))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_comes_with_a_record_keeps_nothing_for_the_next(name: str) -> None:
+    """One record's label moves the sum by its own contribution, and those of 19 others are as they were."""
+    make, value = HOSTILE[name]
+
+    def loss(model: Any, batch: Any) -> Any:
+        return model(torch.ones(1, 2)).sum() * value(batch)
+
+    def total(first: float) -> Tensor:
+        return _sum(nn.Linear(2, 1, bias=False), loss, Records(first), 20, lambda batch: make(*batch[0]))
+
+    alike, other = total(1.0), total(9.0)
+    assert float((alike - other).norm()) <= 2.0 * (1 + 1e-3)
+    assert float(alike.norm()) > 15.0
+    assert not SHARED
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: Tensor, m: Tensor) -> Any:
+        return self.layer(x.mul_(0.25)) * m.mul_(2.0)
+
+
+def test_a_program_writes_into_its_input_and_not_into_the_users_data() -> None:
+    """Also where the rows of a data set share their memory, as an expanded tensor's do."""
+    X, shared = torch.ones(8, 2), torch.ones(1, 1).expand(8, 1)
+    for _ in range(2):
+        total = _sum(
+            Writing(), lambda model, batch: model(batch[0], batch[1]).sum(), TensorDataset(X, shared, X[:, :1]), 8
+        )
+        torch.testing.assert_close(total, torch.full((2,), 4.0), rtol=1e-3, atol=1e-3)
+    assert bool((X == 1.0).all())
+    assert float(shared[0, 0]) == 1.0

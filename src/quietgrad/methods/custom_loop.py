@@ -41,10 +41,11 @@ class LoopReleases(HasSchedule):
     def schedule(self, n_public: int) -> Schedule:
         """One slot per stretch."""
         slots = []
+        if self.sampling == "single-pass":  # of all stretches together: no record is drawn twice
+            size = self.stretches[0][1]
+            SinglePass(n_public, size).check_count(sum(count for count, _, _ in self.stretches))
         for k, (count, batch_size, noise) in enumerate(self.stretches):
             sampling = self._sampling(batch_size, n_public)
-            if self.sampling == "single-pass":
-                sampling.check_count(count)
             slots.append(Slot(f"stretch-{k}", sampling, count, noise))
         schedule = Schedule(tuple(slots))
         return schedule if self.relation is None else schedule.under(self.relation)

@@ -11,9 +11,10 @@ given to the run, because its whole cost is charged before its first release.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from numbers import Real
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from quietgrad.core.errors import SettingError
@@ -64,10 +65,10 @@ class EpochSchedule:
 
     def _checked(self, epoch: int) -> float:
         try:
-            value = self.factor(epoch)
+            value: object = self.factor(epoch)
+            number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
         except OverflowError:
-            value = math.inf
-        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+            number = math.inf
         if not 0.0 < number < math.inf:
             raise SettingError(f"{self.argument}: the factor of epoch {epoch} must be a finite number > 0.")
         return number
@@ -133,7 +134,10 @@ class _Factors:
     factors: Sequence[float]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", tuple(self.factors))
+        given: object = self.factors
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise SettingError("{factors}: must be a list with a number for each epoch.", factors=given)
+        object.__setattr__(self, "factors", tuple(given))
         if not self.factors:
             raise SettingError("{factors}: must hold a number for each epoch.", factors=[])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ def get_noise_multiplier(
 ) -> float:
     """The least noise multiplier whose run is proved to meet the target, under Opacus' name.
 
-    The steps are Poisson samples of rate ``sample_rate``; ``epochs`` are ⌊epochs ÷ sample_rate⌋ of them. No
+    The steps are Poisson samples of rate ``sample_rate``; ``epochs`` are ⌈epochs ÷ sample_rate⌉ of them. No
     tolerance is needed, because what is returned meets the target itself.
 
     >>> round(get_noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.01, epochs=10), 2)
@@ -45,11 +46,19 @@ def get_noise_multiplier(
     check_mechanism(accountant)
     if (epochs is None) == (steps is None):
         raise ValueError("get_noise_multiplier: give epochs= or steps=, one of them.")
-    count = int(epochs / sample_rate) if epochs is not None else int(steps or 0)
+    poisson_gaussian(rate=sample_rate, noise_multiplier=1.0, steps=1)  # refuses a rate that is none
+    # Rounding alone makes no step more: 3 ÷ (1/75) is 225.00000000000003 or 224.99999999999997.
+    count = steps if epochs is None else math.ceil(epochs / sample_rate - 1e-9)
     return calibrate_event(
-        lambda z: poisson_gaussian(rate=sample_rate, noise_multiplier=z, steps=count),
+        lambda z: poisson_gaussian(rate=sample_rate, noise_multiplier=z, steps=_whole(count)),
         budget=Budget(target_epsilon, target_delta, Relation.ADD_REMOVE),
     )
+
+
+def _whole(count: object) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise SettingError("{steps}: must be a whole number ≥ 1.", steps=count)
+    return count
 
 
 class RDPAccountant:
@@ -115,7 +124,16 @@ class RDPAccountant:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a history; one that Opacus saved too."""
-        self.history = [(float(z), float(rate), int(count)) for z, rate, count in state_dict["history"]]
+        try:
+            history = [(float(z), float(rate), _whole(count)) for z, rate, count in state_dict["history"]]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                "load_state_dict: must be what state_dict() returned: a history of noise multipliers, sample rates "
+                "and numbers of steps ≥ 1."
+            ) from None
+        for z, rate, count in history:
+            poisson_gaussian(rate=rate, noise_multiplier=z, steps=count)  # refuses what is none
+        self.history = history
 
 
 class PRVAccountant(RDPAccountant):

@@ -75,6 +75,7 @@ class MiniBatch(Oracle):
                 check_clip("clip", self.clip * factor)
         if self.noise_schedule is None:
             return (slot_of("gradient", sampling, steps, self.noise, self.law),)
+        sampling.check_count(steps)  # of all stretches together
         stretches = self.noise_schedule.stretches(steps, self._epoch_length(n_public))
         slots = [slot_of(f"stretch-{k}", sampling, count) for k, (count, _) in enumerate(stretches)]
         return tuple(replace(slot, noise=factor) for slot, (_, factor) in zip(slots, stretches, strict=True))

@@ -37,7 +37,7 @@ from quietgrad.torch.networks.pass_sizes import (
 )
 from quietgrad.torch.networks.randomness import RecordSeeds, seed_generators
 from quietgrad.torch.networks.records import RecordGroup
-from quietgrad.torch.networks.trees import PyTree, mapped, refilled, tensors_of
+from quietgrad.torch.networks.trees import PyTree, carried, mapped, refilled, tensors_of
 from quietgrad.torch.networks.vectors import Rows
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class _Trainer:
                 if layout.size < len(rows):
                     return np.arange(layout.size)
                 try:
+                    program.state.admit(carried(record))
                     made = self._together(program, record, some, mine, layout)
                     self._next = min(self.most, 2 * self._next)
                     return made
@@ -209,6 +210,7 @@ class _Trainer:
         """One client by plain autograd; NaN, which counts as zero, if its records make the module fail."""
         leaves = self._leaves()
         try:
+            program.state.admit([each for group in groups for each in carried(group.record)])
             with program.apart({}, seeds), torch.enable_grad():
                 seed_generators(int(seeds.draws[0]))  # what it draws follows from its own secret word
                 for number in range(self.training.steps):

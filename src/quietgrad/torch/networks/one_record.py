@@ -58,6 +58,7 @@ from quietgrad.torch.networks.taps import (
 from quietgrad.torch.networks.trees import (
     ModuleState,
     PyTree,
+    carried,
     mapped,
     refilled,
     tensors_of,
@@ -176,6 +177,8 @@ class RecordProgram:
         ``arrived`` is called with every site whose gradient has come.
         """
         factories = self.factories  # beyond what synthetic records showed, for this pass alone
+        if not self._admits(record):
+            return None
         while self.alone is None:
             known = self.draws, self.factories
             layout = Layout(len(rows))
@@ -213,6 +216,16 @@ class RecordProgram:
                     text = self.alone.split("\n")[0]
                     self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
         return None
+
+    def _admits(self, record: PyTree) -> bool:
+        """Watch the classes and objects that come with a record; false if one of them cannot be put back."""
+        try:
+            self.state.admit(carried(record))
+        except ValueError:
+            if self.synthetic:
+                raise
+            return False
+        return True
 
     def fewer(self, count: int) -> Rows:
         """Some of ``count`` records that could not be run together, to try next."""
@@ -332,6 +345,10 @@ class RecordProgram:
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, row: int
     ) -> Pass:
         """A pass of one record, by plain autograd: each parameter is one site."""
+        if not self._admits(record):
+            if self.raises:
+                raise DataError("a record holds an object whose state cannot be put back after a pass.")
+            return Pass(np.array([row]), None, [], alone=True, failed=True)
         device = _device(params, record)
         mine = keys.rows(np.array([row]))
         sites: list[TapSite] = []

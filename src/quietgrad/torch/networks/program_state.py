@@ -17,7 +17,7 @@ program is planned, by its type. Which objects are reached is decided by code an
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,7 @@ class ProgramState:
 
     def __init__(self, *roots: object) -> None:
         self._roots = roots
+        self._carried: tuple[Any, ...] = ()  # what the records of the present pass bring along
         self._called: set[Method] = set()  # constructors that a pass was stopped at, watched since
         self._forbidden: set[Method] = set()  # those that reach what cannot be put back
         self._depth = 0
@@ -97,9 +98,29 @@ class ProgramState:
     def let_go(self) -> None:
         """Hold nothing until the next release, which finds what is reachable then."""
         self._containers, self._tensors, self._memories, self._stale = [], [], [], True
+        self._carried = ()
 
     def _reach(self, called: set[Method]) -> Found:
-        return reach((*self._roots, *_GLOBAL_HOOKS, *_modes()), called)
+        return reach((*self._roots, *self._carried, *_GLOBAL_HOOKS, *_modes()), called)
+
+    def admit(self, objects: Sequence[object]) -> None:
+        """Watch what comes with the next records, too: classes and objects that a program reaches by them alone.
+
+        Raises ValueError for what cannot be put back; then nothing more is watched than before.
+        """
+        classes = {id(each): each for each in self._carried if isinstance(each, type)}
+        wanted = classes | {id(each): each for each in objects}
+        if wanted.keys() == {id(each) for each in self._carried}:
+            return
+        if self._depth:
+            self._put_back()
+        before, self._carried = self._carried, tuple(wanted.values())
+        try:
+            self._watch_again()
+        except ValueError:
+            self._carried = before
+            self._watch_again()
+            raise
 
     @contextmanager
     def release(self, word: int) -> Iterator[None]:

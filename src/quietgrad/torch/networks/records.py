@@ -13,7 +13,11 @@ import struct
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
@@ -235,7 +239,9 @@ def _whole_rows(parts: tuple[PyTree, ...]) -> Callable[[RecordSeeds], list[Recor
             where: slice | Tensor = slice(int(indices[0]), int(indices[-1]) + 1)
         else:
             where = torch.tensor(indices, dtype=torch.int64, device=tensors_of(parts)[0].device)
-        return [RecordGroup(np.arange(len(indices)), mapped(parts, lambda tensor: tensor[where].unsqueeze(1)))]
+        # Copies: a program that writes into its input must not write into the user's data.
+        rows = mapped(parts, lambda t: t[where].unsqueeze(1).clone(memory_format=torch.contiguous_format))
+        return [RecordGroup(np.arange(len(indices)), rows)]
 
     return read
 
@@ -301,7 +307,9 @@ def _constants(value: PyTree) -> Any:
 
     ``1 == True == 1.0`` and ``0.0 == -0.0``, and an object's own ``==`` may leave something out.
     """
-    return outline(value, _constant)
+    return outline(
+        value, _constant, aside=lambda each: _Itself(each) if isinstance(each, Tensor) else _constant(each)
+    )
 
 
 def _constant(value: object) -> Any:
@@ -311,10 +319,30 @@ def _constant(value: object) -> Any:
         return type(value), value
     if type(value) is float:
         return type(value), value.hex() if value == value else struct.pack("d", value)
-    try:
-        return type(value), pickle.dumps(value)  # whole: what repr leaves out of a long array may differ
-    except Exception:
-        return object()  # what cannot be compared is like no other: its record runs alone
+    if isinstance(value, set | frozenset) and type(value) in (set, frozenset):
+        return type(value), tuple(_constant(each) for each in value)  # in the order in which a program meets them
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return type(value), str(value.dtype), value.shape, value.tobytes()
+    if type(value) in _WHOLE:
+        return type(value), pickle.dumps(value)
+    return _Itself(value)
+
+
+_WHOLE = (complex, range, date, timedelta, Decimal, Fraction, UUID)
+"""Types of values of which pickle leaves nothing out; a user's class may say otherwise of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """Any other object, which equals itself alone: two of them may differ in what nobody can see."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def refuse_repeated_records(data: object) -> None:

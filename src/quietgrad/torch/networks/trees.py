@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from quietgrad.torch.networks.object_kinds import is_installed, slots_of
+from quietgrad.torch.networks.object_kinds import is_installed, is_without_state, slots_of
 
 PyTree = Any  # nested tuples, lists, dictionaries and objects of tensors: a record, a model's arguments or outputs
 Called = Callable[..., Any]  # a function of torch, as a mode sees it, and what it is given
@@ -56,7 +56,7 @@ def mapped_leaves(value: PyTree, change: Callable[[Any], object], above: tuple[i
     if isinstance(value, dict | UserDict):
         if type(value) is dict:
             return {key: mapped_leaves(item, change, above) for key, item in value.items()}
-        filled = copy.copy(value)
+        filled = _copied(value)
         for key, item in value.items():
             filled[key] = mapped_leaves(item, change, above)
         for name, held in getattr(filled, "__dict__", {}).items():  # the same item, kept as an attribute as well
@@ -65,7 +65,7 @@ def mapped_leaves(value: PyTree, change: Callable[[Any], object], above: tuple[i
         return filled
     parts = parts_of(value)
     if parts is not None and id(value) not in above:
-        filled = copy.copy(value)
+        filled = _copied(value)
         for name, item in parts.items():
             # a frozen one too
             object.__setattr__(filled, name, mapped_leaves(item, change, (*above, id(value))))
@@ -73,6 +73,33 @@ def mapped_leaves(value: PyTree, change: Callable[[Any], object], above: tuple[i
     if isinstance(value, tuple | list):
         return like(value, [mapped_leaves(item, change, above) for item in value])
     return change(value)
+
+
+def _copied(value: Any) -> Any:
+    """A shallow copy of a dictionary or an object; no code of a user's class runs, which could share something."""
+    cls: Any = type(value)
+    if is_installed(cls.__module__):
+        return copy.copy(value)
+    base = next(
+        each for each in cls.__mro__ if each.__module__ in ("builtins", "collections") and not _is_heap(each)
+    )
+    made = base.__new__(cls)
+    if isinstance(value, dict):
+        for key, item in dict.items(value):
+            base.__setitem__(made, key, item)
+    for slot in slots_of(cls):
+        if slot.__name__ not in ("__dict__", "__weakref__") and _has(value, slot):
+            slot.__set__(made, slot.__get__(value))
+    if hasattr(made, "__dict__"):
+        made.__dict__.update(vars(value))
+        if isinstance(value, UserDict):
+            made.__dict__["data"] = dict(value.data)
+    return made
+
+
+def _is_heap(cls: type) -> bool:
+    """Whether a class was made by a ``class`` statement."""
+    return bool(cls.__flags__ & 1 << 9)
 
 
 def like(value: PyTree, items: list[Any]) -> PyTree:
@@ -111,20 +138,78 @@ def _has(value: object, slot: Any) -> bool:
     return slot.__name__ not in ("__dict__", "__weakref__") and hasattr(value, slot.__name__)
 
 
-def outline(value: PyTree, leaf: Callable[[Any], Any] = lambda _: None, above: tuple[int, ...] = ()) -> Any:
-    """The names and kinds of parts, and ``leaf`` of what has none; an object within itself is a leaf."""
+def outline(
+    value: PyTree, leaf: Callable[[Any], Any] = lambda _: None, above: tuple[int, ...] = (),
+    aside: Callable[[Any], Any] | None = None,
+) -> Any:  # fmt: skip
+    """The names and kinds of parts, and ``leaf`` of what has none; an object within itself is a leaf.
+
+    ``aside`` is asked in its place about what a container has beside its items.
+    """
     if isinstance(value, dict | UserDict | tuple | list):
         items = value.items() if isinstance(value, dict | UserDict) else enumerate(value)
-        beside = {name: held for name, held in getattr(value, "__dict__", {}).items() if name != "data"}
-        made = tuple((key, leaf(key), outline(item, leaf, above)) for key, item in items)  # 1 == True as keys
-        # Attributes of a subclass are not among its parts.
-        return type(value), made, leaf(beside) if beside else None
+        made = tuple(
+            (key, leaf(key), outline(item, leaf, above, aside)) for key, item in items
+        )  # 1 == True as keys
+        # What a subclass has besides its items; and, of a type made in C, what nobody can see.
+        cls: Any = type(value)
+        beside, hidden = _beside(value), _hides(cls)
+        return (
+            cls,
+            made,
+            outline(beside, aside or leaf, above, aside) if beside else None,
+            leaf(value) if hidden else None,
+        )
     if id(value) in above:
         return "itself"
     parts = parts_of(value)
     if parts is None:
         return leaf(value)
-    return type(value), tuple((key, outline(item, leaf, (*above, id(value)))) for key, item in parts.items())
+    return type(value), tuple((key, outline(item, leaf, (*above, id(value)), aside)) for key, item in parts.items())
+
+
+def _beside(value: Any) -> dict[str, Any]:
+    """Attributes and slots of a container, but for the dictionary in which a ``UserDict`` has its items."""
+    if isinstance(value, UserDict):
+        held = {name: each for name, each in vars(value).items() if name != "data"}
+    else:
+        items = value if isinstance(value, dict) else {}
+        given = getattr(value, "__dict__", {})
+        held = {name: each for name, each in given.items() if name not in items or items[name] is not each}
+    cls: Any = type(value)
+    return held | {slot.__name__: slot.__get__(value) for slot in slots_of(cls) if _has(value, slot)}
+
+
+@functools.cache
+def _hides(cls: Any) -> bool:
+    return any(not _is_heap(base) and base not in _SHOWN for base in cls.__mro__)
+
+
+_SHOWN = (object, dict, list, tuple, OrderedDict, defaultdict)
+
+
+def carried(value: PyTree, above: tuple[int, ...] = ()) -> list[Any]:
+    """The classes and objects that come with a record, in which code could keep something of it.
+
+    >>> carried(({"x": 1, "seen": [2.0]}, "text")), carried(SimpleNamespace(seen=[1]))
+    ([], [<class 'types.SimpleNamespace'>])
+    """
+    if isinstance(value, Tensor) or id(value) in above:
+        return []
+    above = (*above, id(value))
+    cls: Any = type(value)
+    own = [] if cls in (dict, list, tuple) else [cls]
+    if isinstance(value, dict | UserDict):
+        items = [*value.keys(), *value.values(), *_beside(value).values()]
+    elif isinstance(value, tuple | list):
+        items = [*value, *_beside(value).values()]
+    elif (parts := parts_of(value)) is not None:
+        items = list(parts.values())
+    else:
+        return [] if is_without_state(value) else [value]
+    if own and _hides(cls):
+        own.append(value)
+    return own + [each for item in items for each in carried(item, above)]
 
 
 @functools.cache
