@@ -209,6 +209,12 @@ def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: 
         own = folder / f"schema{Path(reading['schema']).suffix}"
         schema = reading["schema"] = datasets.read_schema(own if own.exists() else reading["schema"])
         keep = keep or reading.get("keep") or next(iter(schema.ids), None)
+        if schema.skip_end and Path(data).suffix not in (".parquet", ".pq", ".xlsx", ".npz"):
+            say(
+                f"The run's schema leaves out the last {schema.skip_end} lines of a file (skip_end). If "
+                f"{Path(data).name} has records there, set skip_end = 0 in a copy of the folder's schema.toml.",
+                err=True,
+            )
     header: tuple[str, ...] = ()
     if {".csv", ".tsv", ".xlsx", ".parquet", ".pq"} & set(Path(data).suffixes):
         from quietgrad.data.tables import read_header  # loads pyarrow

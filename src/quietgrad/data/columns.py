@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import TypeAlias
@@ -159,10 +159,18 @@ class Categorical(ColumnKind):
         count = len(self.categories)
         if self.indicator:
             index = {**dict.fromkeys((*missing, "None"), count), **index}
-        codes = np.fromiter((index.get(str(v).strip(), -1) for v in values), np.int64, len(values))
+        codes = np.fromiter((index.get(_word(v, index), -1) for v in values), np.int64, len(values))
         bits = (codes[:, None] == np.arange(count + self.indicator)).astype(np.float64)
         kept: Floats = bits[:, int(self.drop_first) :]
         return kept
+
+
+def _word(value: object, words: Mapping[str, int]) -> str:
+    """The word of a cell; a frame with gaps holds the codes 1, 2, 3 as 1.0, 2.0, 3.0, and a gap as NaN."""
+    text = str(value).strip()
+    if text in words or not isinstance(value, float):
+        return text
+    return "None" if value != value else str(int(value)) if value.is_integer() else text
 
 
 @dataclass(frozen=True)
@@ -278,7 +286,9 @@ class Date(ColumnKind):
     def dates(self, column: str, values: Cells, missing: Sequence[str]) -> list[date | None]:
         """The cells as dates, ``None`` for a missing one."""
         texts, absent = [str(value).strip() for value in values], {*missing, "None", "NaT"}
-        found = [None if text in absent else first_date(text, self.formats) for text in texts]
+        # Columns that a file or a frame holds as dates arrive in this form, whatever the schema says of texts.
+        stored = () if any(format.startswith("%Y-") for format in self.formats) else ("%Y-%m-%d",)
+        found = [None if text in absent else first_date(text, (*self.formats, *stored)) for text in texts]
         if not self.lenient and any(
             day is None and text not in absent for day, text in zip(found, texts, strict=True)
         ):
@@ -312,8 +322,20 @@ class Date(ColumnKind):
 
 
 def to_date(text: str, format: str) -> date:
-    """The date in a cell; a time of day after it is left out."""
-    return datetime.strptime(re.split(r"[T ]", text, maxsplit=1)[0], format).date()
+    """The date in a cell; a time of day after it is left out.
+
+    >>> to_date("05-OCT-2020", "%d-%b-%Y"), to_date("5 Oct 2020 12:30", "%d %b %Y")
+    (datetime.date(2020, 10, 5), datetime.date(2020, 10, 5))
+    """
+    try:
+        return datetime.strptime(text, format).date()
+    except ValueError:
+        without_time = _TIME.sub("", text) if " " in format else _BEHIND.split(text, maxsplit=1)[0]
+        return datetime.strptime(without_time, format).date()
+
+
+_TIME = re.compile(r"(?:T| +)\d{1,2}:\d{2}.*$")
+_BEHIND = re.compile(r"(?<=\d)T| ")
 
 
 def first_date(text: str, formats: Sequence[str]) -> date | None:
@@ -359,7 +381,7 @@ def to_numbers(
     array([1234.5,   -2.5])
     """
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
-        return values.astype(np.float64)
+        return _without(values.astype(np.float64), missing)
     absent = {*missing, "None"}
     numbers = np.empty(len(values))
     for row, value in enumerate(values):
@@ -370,7 +392,13 @@ def to_numbers(
             if not lenient:
                 raise NotNumericError(column, declared=True) from None
             numbers[row] = np.nan
-    return numbers
+    return _without(numbers, missing)
+
+
+def _without(numbers: Floats, missing: Sequence[str]) -> Floats:
+    """The numbers with NaN for those that mean a gap, however a file or a frame writes them."""
+    gaps = [float(gap) for gap in missing if is_number(gap)]
+    return np.where(np.isin(numbers, gaps), np.nan, numbers) if gaps else numbers
 
 
 def _to_number(text: str, decimal: str, thousands: str) -> float:

@@ -85,6 +85,7 @@ class CSVDialect:
         if len(lines) < 4096 and not bytes(lines).strip(b"\r\n"):
             return pa.schema(list(kinds.items())).empty_table()
         table = None
+        self._check_quotes(lines, where)
         # pyarrow takes a quote after a space as part of the cell.
         if not re.search(rb'(?:^|[%b\n]) +"' % re.escape(self.delimiter.encode()), lines):
             with suppress(pa.ArrowException, ValueError):
@@ -98,6 +99,25 @@ class CSVDialect:
                 kept = pc.if_else(pc.is_in(table[column], gaps), pa.scalar(None, pa.float64()), table[column])
                 table = table.set_column(place, column, kept)
         return table
+
+    def _check_quotes(self, lines: bytes | memoryview, where: str) -> None:
+        """Raise DataError for a quoted cell that does not end, or that goes on behind its closing quote.
+
+        Readers take what follows for a part of the cell: one record would remove all others up to the next quote.
+        """
+        if re.search(b'"', lines) is None:
+            return
+        mark = re.escape(self.delimiter.encode())
+        cells = re.compile(rb'(?:\A|[%b\r\n]) *"(?:[^"]|"")*+("?) *([%b\r\n]?)' % (mark, mark))
+        place = 0
+        while cell := cells.search(lines, place):
+            place = cell.start(2)
+            if not cell[1] or (not cell[2] and place < len(lines)):
+                raise DataError(
+                    f"{where}: a quoted cell has no closing quote, or text behind it. Double the quotes "
+                    "that belong to a cell. No privacy budget was spent."
+                )
+            place = max(place, cell.start() + 1)
 
     def _by_arrow(self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], threads: bool) -> pa.Table:
         read = arrow_csv.ReadOptions(

@@ -24,8 +24,9 @@ def schema_of_run(folder: str | Path) -> Schema | None:
 def encode_raw_frame(X: Any, schema: Schema | None) -> Any:
     """A frame that has the schema's columns as features, each row by itself; anything else as it is.
 
-    A frame whose columns are the features themselves was encoded before and stays. Labels, ids and other columns
-    are left out.
+    A frame without these columns whose columns are the features was encoded before and stays. Labels, ids and
+    other columns are left out. Give encoded rows of a schema of numbers alone, whose features are named like its
+    columns, as an array.
 
     Raises:
         DataError: columns of the schema are missing, or hold what the schema does not allow.
@@ -34,9 +35,10 @@ def encode_raw_frame(X: Any, schema: Schema | None) -> Any:
     if schema is None or names is None:
         return X
     given = [str(name) for name in names]
-    if set(schema.feature_names) <= set(given):
+    absent = [column for column in schema.columns if column not in given]
+    if absent and set(schema.feature_names) <= set(given):
         return X
-    if absent := [column for column in schema.columns if column not in given]:
+    if absent:
         raise DataError(f"X: {missing_columns(absent, given)}. The run's schema says what its model takes.")
     from quietgrad.data.scanning import scan  # loads pyarrow
 

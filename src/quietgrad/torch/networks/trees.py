@@ -191,8 +191,8 @@ _SHOWN = (object, dict, list, tuple, OrderedDict, defaultdict)
 def carried(value: PyTree, above: tuple[int, ...] = ()) -> list[Any]:
     """The classes and objects that come with a record, in which code could keep something of it.
 
-    >>> carried(({"x": 1, "seen": [2.0]}, "text")), carried(SimpleNamespace(seen=[1]))
-    ([], [<class 'types.SimpleNamespace'>])
+    >>> carried(({"x": 1, "seen": [2.0]}, "text")), carried(SimpleNamespace(seen=[1]))[0]
+    ([], <class 'types.SimpleNamespace'>)
     """
     if isinstance(value, Tensor) or id(value) in above:
         return []
