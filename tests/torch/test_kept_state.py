@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import quietgrad.torch as qt
+from quietgrad.torch.networks.containers import Members
 from tests.torch.one_record.cases import CLASSES, CLIP, FAR, FEATURES, Case, by_autograd, clipped_sum, moved, table
 from tests.torch.one_record.keeping import MEMORIES, WHOLE_MODULES, Keeps
 from tests.torch.one_record.modules import Between
@@ -225,3 +226,14 @@ def test_code_of_the_user_s_around_the_program_finds_nothing_of_another_record(w
     assert float(torch.cat([(whole[name] - rest[name]).flatten() for name in whole]).norm()) <= AT_MOST
     assert not seen
     assert not mode.seen
+
+
+def test_a_set_has_the_table_of_the_beginning_even_if_its_order_is_the_same() -> None:
+    """Members that came and went decide where later ones lie, and so the order of all."""
+    held = {0, 1, 2, 3}
+    members, size = Members(held), sys.getsizeof(held)
+    held.update(range(4, 200))
+    held.difference_update(range(4, 200))
+    assert sys.getsizeof(held) > size
+    assert members.same()
+    assert (list(held), sys.getsizeof(held)) == ([0, 1, 2, 3], size)

@@ -140,7 +140,10 @@ class Members:
         self._ids = list(map(id, held))
 
     def same(self) -> bool:
-        return list(map(id, self._held)) == self._ids
+        same = list(map(id, self._held)) == self._ids
+        if same:  # members that came and went leave a larger table, in which those that follow have another order
+            self.restore()
+        return same
 
     def restore(self) -> None:
         set.clear(self._held)
